@@ -1,4 +1,4 @@
-"""Resources of the kernels on GPUs that are not there, and how many instructions the relative terms add.
+"""Resources of the compiled kernels, without a GPU, and how many instructions the relative terms add.
 
 For each kernel: registers per thread, bytes, and instructions of the main loop, also of the same tile without any table.
 """

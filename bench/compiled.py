@@ -1,4 +1,4 @@
-"""Kernels compiled for GPUs that are not there: what they take and what their loops consist of.
+"""Kernels compiled without a GPU: their resources, and the instructions of their loops.
 
 The real host code runs (launchers, specialisation, grids); the compiled kernel is recorded instead of launched.
 Not usable in a process with TRITON_INTERPRET=1.

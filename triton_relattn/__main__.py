@@ -72,7 +72,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def tune(options: argparse.Namespace, device: str = "cuda") -> int:
-    """Tune the kernels of a call for this GPU; print a line for each. Return 0, or 2 without a GPU."""
+    """Tune the kernels of a call for this GPU; print a line per kernel. Return 0, or 2 without a GPU."""
     if device == "cuda" and not torch.cuda.is_available():
         print("There is no GPU here: nothing to tune.")
         return 2
@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="b4,h12,n1500,d80",
         help="batch, heads, length, width; kv: heads of key and value",
     )
-    verb.add_argument("--table", type=rows, metavar="ROWS", help='rows of the table, or "full": one for each distance (full)')
+    verb.add_argument("--table", type=rows, metavar="ROWS", help='rows of the table, or "full": one per distance (full)')
     verb.add_argument("--term", choices=TERMS, default=TERMS[0], help="what the table is (%(default)s)")
     verb.add_argument("--dtype", choices=DTYPES, default="bf16", help="of query, key and value (%(default)s)")
     verb.add_argument("--causal", action="store_true", help="hide the future")

@@ -36,7 +36,7 @@ def attend_jagged(
         offsets.append(tensor.offsets())
     _require_same_lengths("value", value, "key", key)
     if options.get("attn_mask") is not None or options.get("key_lengths") is not None:
-        raise TypeError("jagged tensors take no attn_mask and no key_lengths: their sequences have the lengths that they have")
+        raise TypeError("jagged tensors take no attn_mask and no key_lengths: the lengths are part of the tensors")
     options = {name: each for name, each in options.items() if name not in ("attn_mask", "key_lengths")}
     rel_query: Any = options.get("rel_query")
     if is_jagged(rel_query):

@@ -51,20 +51,20 @@ class Call(NamedTuple):
 
 
 CALLS = (
-    Call("a row for each distance", {"rows": "all"}),
+    Call("a row per distance", {"rows": "all"}),
     Call(
-        "a row for each distance, causal, 128 wide, float16",
+        "a row per distance, causal, 128 wide, float16",
         {"rows": "all", "width": 128, "dtype": torch.float16},
         {"is_causal": True},
     ),
-    Call("a row for each distance, float32", {"rows": "all", "dtype": torch.float32}),
-    Call("clipped distances, a table for each head (Shaw)", {"rows": 33, "per_head": True}),
+    Call("a row per distance, float32", {"rows": "all", "dtype": torch.float32}),
+    Call("clipped distances, a table per head (Shaw)", {"rows": 33, "per_head": True}),
     Call(
         "a window of vectors for keys and values (VITS)",
         {"rows": 9, "rel_value": True},
         {"positions": RelativePositions(-4, 4, "zero")},
     ),
-    Call("a row for each distance and a bias (Transformer-XL)", {"rows": "all", "per_head": True, "rel_bias": True}),
+    Call("a row per distance and a bias (Transformer-XL)", {"rows": "all", "per_head": True, "rel_bias": True}),
     Call("a bias alone, unscaled (T5)", {"rows": 257, "rel_key": False, "rel_bias": True, "per_head": True}, {"scale": 1.0}),
     Call("tables for queries and keys (DeBERTa)", {"rows": 513, "rel_p2c": True, "per_head": True}),
     Call(
@@ -87,13 +87,13 @@ def check_result(
     inputs: Inputs,
     arguments: dict[str, Any],
 ) -> None:
-    """The error rule of the tests; in float32 out and lse have more room, since their logits are scaled to base 2.
+    """The error rule of the tests; in float32 there is twice the room, since logits are scaled to base 2 before the exponential.
 
     Raises:
         AssertionError: the error is too large.
     """
     gradient, float32 = name.startswith("d_"), inputs.query.dtype == torch.float32
-    factor = 3 if gradient else 4 if float32 else 2
+    factor = (3 if gradient else 2) * (2 if float32 else 1)
     testing.assert_within_budget(name, actual, golden[name], reference[name], factor=factor, exact_reference=True)
     if gradient and float32:
         testing.assert_gradients_close_fp32(name, actual, golden[name], [golden[other] for other in reference])
@@ -127,7 +127,7 @@ def _checked(call: Call, device: str, length: int, dtype: torch.dtype) -> tuple[
     again = testing.forward_backward(ours, inputs, **arguments)
     different = [name for name, each in results.items() if not torch.equal(each, again[name])]
     if different:
-        return "FAILED", f"a second time gives other bits: {', '.join(different)}"
+        return "FAILED", f"a second run gives other bits: {', '.join(different)}"
     errors = ", ".join(f"{name} {row[name]}" for name in results if name in row)
     return row["status"], row["message"] or f"errors beside plain torch's: {errors}"
 
@@ -166,7 +166,7 @@ def _rows(device: str, length: int, dtype: torch.dtype) -> Iterator[tuple[str, s
 
 
 def main(device: str = "cuda", length: int = 1100, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Check all calls, print a line for each, and remember it if they all pass. Return 0 if so, 1 if not, 2 without a GPU."""
+    """Check all calls, print a line per call, and remember it if they all pass. Return 0 if so, 1 if not, 2 without a GPU."""
     if device == "cuda" and not torch.cuda.is_available():
         print('There is no GPU here: nothing to check. Calls are computed by "blockwise", which the package\'s tests check.')
         return 2
@@ -192,5 +192,5 @@ def main(device: str = "cuda", length: int = 1100, dtype: torch.dtype = torch.bf
         )
         return 1
     if device == "cuda" and not hardware.remember_check(torch.device("cuda", torch.cuda.current_device())):
-        print("This could not be remembered: the folder of your files (TRITON_RELATTN_CACHE) cannot be written.", file=sys.stderr)
+        print("The pass could not be remembered: the folder of TRITON_RELATTN_CACHE cannot be written.", file=sys.stderr)
     return 0

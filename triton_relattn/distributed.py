@@ -179,7 +179,7 @@ def _of_group(group: dist.ProcessGroup | DeviceMesh | None) -> tuple[Any, int, i
         group = group.get_group()
     group = dist.group.WORLD if group is None else group
     if group is None:
-        raise ValueError("there is no default process group; call torch.distributed.init_process_group, or give one")
+        raise ValueError("there is no default process group; call torch.distributed.init_process_group, or pass one")
     return group, dist.get_rank(group), dist.get_world_size(group)
 
 

@@ -49,7 +49,7 @@ def found_at(place: str) -> Any:
         for each in name.split("."):
             found = getattr(found, each)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{place}: {error}; package.module:function is wanted") from error
+        raise ValueError(f"{place}: {error}; expected package.module:function") from error
     return found
 
 

@@ -1,4 +1,4 @@
-"""Pictures of one attention call: its terms, and how far it looks. Needs matplotlib: ``pip install matplotlib``.
+"""Plots of one attention call: its terms, and how far it looks. Needs matplotlib: ``pip install matplotlib``.
 
 The functions compute densely, for sequences that are short enough to be looked at.
 """
@@ -105,7 +105,7 @@ def attention_terms(
     num_queries = query.shape[2]
     batch, key_heads, num_keys = key.shape[:3]
     if num_queries * num_keys > LARGEST:
-        raise ValueError(f"pictures are for at most 4096 x 4096 pairs, got {num_queries} x {num_keys}")
+        raise ValueError(f"plots are limited to 4096 x 4096 pairs, got {num_queries} x {num_keys}")
     for name in ("rel_value", "dropout_p", "implementation", "return_lse"):  # change nothing here
         others.pop(name, None)
     if rel_key is None and rel_bias is None and rel_p2c is None:  # positions of a table for values, which is not shown

@@ -439,7 +439,7 @@ def table_gradient_budget(
     units = info.eps * exact.abs().clamp_min(info.tiny).log2().floor().exp2() * (exact != 0)
     deviation = float(sums(units.square() / 12, vectors.square()).max().sqrt())
     luck = min(deviation * math.sqrt(2 * math.log(1000 * max(golden.numel(), 1))), float(sums(units / 2, vectors.abs()).max()))
-    unavoidable = max(error, abs(scale) * luck) + float((golden.to(given.dtype).double() - golden).abs().max())
+    unavoidable = max(error, abs(scale) * luck) + last_place(float(golden.abs().max()), given.dtype) / 2
     return golden, factor * unavoidable
 
 

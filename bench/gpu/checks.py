@@ -219,12 +219,22 @@ def report_case(case: Checked, found: tuple[list[dict[str, Any]], set[str]] | Lo
 
 
 def check_all(cases: Sequence[Checked], options: argparse.Namespace, report: Report, deadline: float) -> None:
-    done = 0
+    """Check calls, many at once; those for which memory was lacking beside others again, alone."""
+    done, alone = 0, list[Checked]()
     for case, found in spread(run_case, cases, options.jobs, deadline):
         done += 1
+        if (
+            options.jobs > 1
+            and not isinstance(found, Lost)
+            and any("out of memory" in row.get("message", "") for row in found[0])
+        ):
+            alone.append(case)
+        else:
+            report_case(case, found, report)
+    for case, found in spread(run_case, alone, min(1, options.jobs), deadline):
         report_case(case, found, report)
     report.left(len(cases) - done)
-    report.done(f"{done} of {len(cases)} calls")
+    report.done(f"{done} of {len(cases)} calls" + f"; {len(alone)} of them alone" * bool(alone))
 
 
 def further_cases() -> list[Checked]:

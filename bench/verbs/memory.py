@@ -1,4 +1,4 @@
-"""Peak memory of every method against the sequence length, until the methods fail, and past that."""
+"""Peak memory of every method against the sequence length, up to and beyond the length at which methods run out of memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time of every method, in one process and in turn, each checked before it is timed."""
+"""Time of every method, checked before it is timed; runs are interleaved in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tests of what is going to be measured: no number is printed while one of them fails."""
+"""Correctness tests that run before a benchmark: if one fails, nothing is measured."""
 
 from __future__ import annotations
 

@@ -312,7 +312,7 @@ def check_dtensor_shared_keys(groups: dict[int, dist.ProcessGroup]) -> None:
             close(result.full_tensor(), exact, (sizes, dims, heads, key_heads, name))
     mesh = init_device_mesh("cpu", (2, 2))
     query, key = (distribute_tensor(normal(1, heads, 8, 4), mesh, [Shard(1), Shard(2)]) for heads in (9, 3))
-    with pytest.raises(ValueError, match="4 ranks do not divide 9 heads"):  # also the rank whose four heads two would divide
+    with pytest.raises(ValueError, match="9 query heads and 9 key heads are not divisible by 4 ranks"):  # also the rank whose four heads two would divide
         distributed.fused_relative_attention(query, key, key, method="all_to_all", enable_gqa=True)
 
 
@@ -562,7 +562,7 @@ def check_refusals(groups: dict[int, dist.ProcessGroup]) -> None:
         ({"method": "tree"}, "method must be one of"),
         ({"method": "ring"}, "'gather' takes all of its calls"),
         ({"layout": "striped"}, "layout must be one of"),
-        ({"method": "all_to_all"}, "do not divide 6 heads"),
+        ({"method": "all_to_all"}, "6 query heads .* are not divisible"),
         ({"shard_sizes": [5, 5, 5]}, r"one number per rank \(4 ranks\)"),
         ({"shard_sizes": [4] * 4}, "5 for rank"),
         ({"shard_sizes": [5] * 4, "layout": "zigzag", "key_lengths": torch.tensor([21])}, r"must lie in \[0, 20\]"),

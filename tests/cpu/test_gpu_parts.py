@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 
 from bench.cases.attention import Case
 from bench.gpu import __main__ as gpu
-from bench.gpu import kernels
+from bench.gpu import checks, kernels
 from bench.gpu import report as reports
 from bench.gpu.__main__ import SUMMARY_LINES, Run
 from bench.gpu.report import Outcome, State, kind_of, outcome_path
@@ -129,6 +129,29 @@ def test_what_is_wrong_is_not_timed(options: argparse.Namespace) -> None:
     state.note_kernels("timed", {"forward c"})  # the same kernel, compiled for something else
     run.judge_kernels()
     assert run.outcomes[0].has_failed and "timed but not checked: forward c" in run.summary()
+
+
+def lacking_memory(case: checks.Checked) -> tuple[list[dict[str, Any]], set[str]]:
+    """A row, in a worker; the first call named "large" finds no memory."""
+    tried = Path(os.environ["RELATTN_TRIED"])
+    lacks = case.name == "large" and not tried.exists()
+    if lacks:
+        tried.touch()
+    found = ("failed", "OutOfMemoryError: CUDA out of memory", ["all"]) if lacks else ("ok", "", [])
+    return [{"case": case.name, "variant": "", **dict(zip(("status", "message", "wrong"), found, strict=True))}], set()
+
+
+def test_calls_that_lack_memory_run_again_alone(
+    options: argparse.Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside others a call may find no memory, which says nothing of its results."""
+    monkeypatch.setenv("RELATTN_TRIED", str(tmp_path / "tried"))
+    monkeypatch.setattr(checks, "run_case", lacking_memory)
+    options.jobs = 2
+    report = reports.Report(options, "correctness")
+    checks.check_all([checks.Checked(name, {}) for name in ("one", "large", "two")], options, report, time.monotonic() + 60)
+    assert sorted((row["case"], row["status"]) for row in report.checks.rows) == [("large", "ok"), ("one", "ok"), ("two", "ok")]
+    assert report.outcome.note == "3 of 3 calls; 1 of them alone" and not report.outcome.failed
 
 
 @pytest.mark.parametrize("case", [Case(3, 4, 33, 16, True, 9, "fp32", 2), Case(1, 2, 20, 16, dtype="fp32", bias=True)], ids=str)

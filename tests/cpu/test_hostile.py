@@ -120,7 +120,7 @@ def test_a_module_that_changes_later(place: str, calls: int) -> None:
     for _ in range(calls):
         assert_right(module, x, is_ours=True)
     keep(module, 3.0)
-    with pytest.warns(UserWarning, match="Times computes something else"):
+    with pytest.warns(UserWarning, match="Times differs from the stock forward"):
         assert_right(module, x)
     assert type(module) is Times and enable_is_refused(module)
 
@@ -172,7 +172,7 @@ def test_a_rule_that_only_calls_show(name: str) -> None:
     torch.manual_seed(0)
     module = make()
     assert enable(module)
-    with pytest.warns(UserWarning, match="computes something else"):
+    with pytest.warns(UserWarning, match="differs from the stock forward"):
         assert_right(module, torch.randn(*LONG), *masks)
 
 
@@ -404,5 +404,5 @@ def test_a_buffer_that_is_written_is_noticed_at_once() -> None:
     for _ in range(6):
         computed(module, x)
     module.kept.fill_(1.0)  # type: ignore[union-attr,operator]
-    with pytest.warns(UserWarning, match="computes something else"):
+    with pytest.warns(UserWarning, match="differs from the stock forward"):
         assert_right(module, x)

@@ -111,7 +111,7 @@ def test_a_function_bound_to_the_module_itself() -> None:
         return scores + self.wq(torch.ones(1, 32)).sum()[None, None] * torch.arange(scores.shape[-1])
 
     module.scores = types.MethodType(scores, module)  # type: ignore[method-assign]
-    with pytest.warns(UserWarning, match="computes something else"):
+    with pytest.warns(UserWarning, match="differs from the stock forward"):
         module(torch.randn(*LONG))
     assert type(module) is Plain
 

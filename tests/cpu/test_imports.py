@@ -134,7 +134,7 @@ def call(dtype=torch.float16, width=16, generation=9, compiled=False, **argument
     print("--")
 '''
 """A stand-in of a GPU, without memory. By default its calls run unchecked kernels, and say so."""
-UNCHECKED = "RuntimeWarning the Triton kernels have been tested in an emulator"
+UNCHECKED = "RuntimeWarning the Triton kernels are only partly tested on this kind of GPU"
 WIDEST = int(re.findall(r"\| up to (\d+) each", (ROOT / "docs" / "usage.md").read_text())[0])
 NOT_FOR_KERNELS = {
     'sys.modules["triton"] = None': ("", "the package triton is not installed"),

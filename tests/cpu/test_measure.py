@@ -51,7 +51,7 @@ def test_a_stock_model_without_memory(tmp_path: Path) -> None:
     ("change", "said"),
     [
         ({"inputs": None}, "the inputs of SpeechBlock are not known. Name a function with --inputs"),
-        ({"model": "tests.cpu.stock:nothing"}, "no attribute 'nothing'; package.module:function is wanted"),
+        ({"model": "tests.cpu.stock:nothing"}, "no attribute 'nothing'; expected package.module:function"),
         ({"model": "math:pi"}, "math:pi is float, not a torch.nn.Module"),
         ({"model": "torch.nn:Identity", "inputs": "math:floor"}, "Identity returns no floating-point tensor"),
     ],

@@ -182,7 +182,7 @@ def test_other_terms_are_left_alone(name: str) -> None:
     before = type(module)
     said = refusal(nn.ModuleDict({"inner": module}))
     assert type(module) is before and before.__name__ in said
-    assert "left as they were: inner (" in said and "it computes something else" in said and "differs by" in said
+    assert "left unchanged: inner (" in said and "it computes something else" in said and "differs by" in said
 
 
 class Counting(stock.ShawAttention):
@@ -276,7 +276,7 @@ REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
     (Rounding, "in float32, in eval mode: the output differs by"),
     (FarAway, "differs by"),
     (NoGradient, "the gradient of x"),
-    (own_forward, "a forward of its own"),
+    (own_forward, "its forward was replaced"),
     (sharded, "sharded"),
 ]
 
@@ -488,7 +488,7 @@ def test_a_module_that_changes(name: str, calls: int) -> None:
     CHANGES[name](module)
     plain = copy.deepcopy(module)
     disable(plain)
-    with pytest.warns(UserWarning, match="AdjustedAttention computes something else in this call"):
+    with pytest.warns(UserWarning, match="AdjustedAttention differs from the stock forward in this call"):
         assert torch.equal(module(x), plain(x))
     assert type(module) is stock.AdjustedAttention
     with by_ours():
@@ -510,7 +510,7 @@ def test_an_attribute_that_is_set_is_noticed_at_once() -> None:
     for _ in range(6):
         module(x)
     module.limit = 0.1
-    with pytest.warns(UserWarning, match="computes something else"):
+    with pytest.warns(UserWarning, match="differs from the stock forward"):
         module(x)
     assert float(module(x).max().detach()) <= 0.1
 
@@ -534,7 +534,7 @@ def test_classes_and_modules_that_change(monkeypatch: pytest.MonkeyPatch) -> Non
     ):
         module = adjusted()
         enable(module)
-        with monkeypatch.context() as patch, pytest.warns(UserWarning, match="computes something else"):
+        with monkeypatch.context() as patch, pytest.warns(UserWarning, match="differs from the stock forward"):
             patch.setattr(place, name, value)
             module(x)
         assert type(module) is stock.AdjustedAttention
@@ -560,7 +560,7 @@ def test_recognised_and_not_replaced() -> None:
     assert "tables.t5_buckets" in said and "scaled_dot_product_attention" in said
     model = nn.ModuleDict({**refused, "shaw": stock.ShawAttention()})
     for enabled in ({"shaw": "ShawAttention"}, {}):  # what was enabled before is no error
-        with pytest.warns(UserWarning, match="enable left 2 of [23] modules .* as they were; print") as caught:
+        with pytest.warns(UserWarning, match="enable left 2 of [23] modules .* unchanged; print") as caught:
             report = enable(model)
         assert dict(report) == enabled and set(report.left) == set(refused) and caught[0].filename == __file__
     with warnings.catch_warnings():
@@ -592,7 +592,7 @@ def test_families_that_stay_stock(name: str) -> None:
     class_name, settings, word = STOCK_ALONE[name]
     stock_class = getattr(transformers, class_name)
     model = stock_class(stock_class.config_class(**settings))
-    with pytest.warns(UserWarning, match="as they were"):
+    with pytest.warns(UserWarning, match="unchanged"):
         report = enable(nn.ModuleDict({"stock": model, "served": stock.ShawAttention()}))
     assert set(report) == {"served"} and report.left
     assert all(word in row.kind and "use" in row.reason for row in report.rows if row.reason)

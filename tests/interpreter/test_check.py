@@ -58,7 +58,7 @@ def test_faults_fail(one_call: None, fault: str, monkeypatch: pytest.MonkeyPatch
     said = capsys.readouterr().out
     expected = {
         "wrong": "FAILED one query after a cache\n         out",
-        "other bits": "a second time gives other bits: out",
+        "other bits": "a second run gives other bits: out",
         "an error": "RuntimeError: out of registers",
         "on a grid": "FAILED positions on a grid (SAM)\n         out",
     }

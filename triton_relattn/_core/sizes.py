@@ -42,7 +42,7 @@ def sizes(text: str) -> dict[str, int]:
         if match is None or int(match[2]) < 1:
             known = ", ".join(f"{letter}: {name}" for letter, name in SIZES.items())
             raise argparse.ArgumentTypeError(
-                f"{part!r} is no size; there are {known}, each with a number behind, as in b4,h12,n1500,d80"
+                f"{part!r} is not a size; sizes are {known}, each followed by a number, as in b4,h12,n1500,d80"
             )
         found[SIZES[match[1]]] = int(match[2])
     if "length" not in found:
@@ -59,5 +59,5 @@ def rows(text: str) -> int | None:
     if text == "full":
         return None
     if not text.isdigit() or int(text) % 2 == 0:
-        raise argparse.ArgumentTypeError(f'must be an odd number of rows, as 33 for distances up to 16, or "full", got {text!r}')
+        raise argparse.ArgumentTypeError(f'must be an odd number of rows, such as 33 for distances up to 16, or "full", got {text!r}')
     return int(text)

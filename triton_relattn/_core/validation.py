@@ -129,10 +129,8 @@ def _check_mask(attn_mask: torch.Tensor, query: torch.Tensor, shape: tuple[int, 
         raise TypeError(f"attn_mask must be bool, query's dtype {query.dtype} or float32, got {attn_mask.dtype}")
     if attn_mask.requires_grad:
         raise ValueError(
-            "attn_mask has no gradient, but requires_grad is set: it would not be trained. A learned bias "
-            "by distance is rel_bias; for "
-            "one of all pairs use scaled_dot_product_attention, which is dense; attn_mask.detach() says "
-            "that it is not to be trained"
+            "attn_mask is not differentiable here, but requires_grad is set. Learned bias per distance: rel_bias. "
+            "Learned (H, N, N) bias: scaled_dot_product_attention. As a constant: attn_mask.detach()"
         )
     sizes = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
     # Not "in (1, full)", of which torch.compile makes False where one of two equal sizes is symbolic.
@@ -214,7 +212,7 @@ def _flags(**values: object) -> None:
 def _window(window_size: tuple[int, int] | None, is_causal: bool) -> tuple[int, int]:
     if window_size is None:
         return -1, 0 if is_causal else -1
-    left, right = check_pair("window_size", "(left, right), in which -1 is no limit", window_size)
+    left, right = check_pair("window_size", "(left, right), where -1 means no limit", window_size)
     if not (_within(-1, left, LARGEST_POSITION) and _within(-1, right, LARGEST_POSITION)):
         raise ValueError(f"window_size must be (left, right), each at least -1 (unbounded), got {window_size}")
     return left, 0 if is_causal else right
@@ -335,7 +333,7 @@ def resolve(arguments: Arguments) -> tuple[AttentionTensors, AttentionSpec, Know
         softcap = check_number("softcap", softcap)
         if not _within(SMALLEST_NUMBER, softcap, LARGEST_NUMBER):
             least = f"float32 begins at {SMALLEST_NUMBER:.3g}"
-            raise ValueError(f"softcap must be positive, got {softcap} ({least}); softcap=None is no limit")
+            raise ValueError(f"softcap must be positive, got {softcap} ({least}); softcap=None means no limit")
     centred = positions is None
     positions = _resolve_positions(positions, num_rows)
     window_left, window_right = _window(window_size, is_causal)

@@ -52,11 +52,11 @@ def positions_for_heads(tensor: torch.Tensor, sharding: Sharding, rank: int, gro
 
 
 def check_heads(heads: int, key_heads: int, size: int) -> None:
-    """Raise a ValueError if so many ranks do not divide the heads."""
+    """Raise a ValueError if the heads cannot be split evenly over the ranks."""
     if heads % size or key_heads % size:
         raise ValueError(
-            f'method="all_to_all" gives each rank as many heads: {size} ranks do not divide {heads} heads of query and '
-            f'{key_heads} of key; method="gather" takes any'
+            f'method="all_to_all" splits heads evenly, but {heads} query heads and {key_heads} key heads are not divisible by '
+            f'{size} ranks; method="gather" takes any number'
         )
 
 

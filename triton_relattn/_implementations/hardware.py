@@ -41,14 +41,14 @@ def remember_check(device: torch.device) -> bool:
 
 @untraced
 def warn_of_unchecked(device: torch.device) -> None:
-    """Warn once that kernels run by default on a GPU of a kind on which nobody has checked them."""
+    """Warn once that kernels run by default on a kind of GPU that is not in MEASURED, unless a check has passed here."""
     if torch.cuda.get_device_capability(device) in MEASURED or is_checked(device):
         return
     warn_once(
         "unchecked",
-        "the Triton kernels have been tested in an emulator of the compiled code and in Triton's "
-        "interpreter, not on hardware yet. "
+        "the Triton kernels are only partly tested on this kind of GPU. They were tested in an emulator of the compiled "
+        "code, in Triton's interpreter, and in part on an H100 and an H200 (Triton 3.6). "
         'Check them on this GPU: "python -m triton_relattn check" takes a minute and ends this warning. '
-        'implementation="triton" asks for them without it, implementation="blockwise" computes in plain torch',
+        'implementation="triton" uses them without it, implementation="blockwise" computes in plain PyTorch',
         stacklevel=6,
     )

@@ -119,8 +119,8 @@ def agrees(of: Replacement, module: Any, args: tuple[Any, ...], kwargs: dict[str
         return True
     of.restore(module)
     warnings.warn(
-        f"triton_relattn: {of.stock.__qualname__} computes something else in this call than what it was enabled for, and is the "
-        f"stock class again: {calls.differs}. Results of earlier calls like this one may also be wrong",
+        f"triton_relattn: {of.stock.__qualname__} differs from the stock forward in this call and uses its stock class again: "
+        f"{calls.differs}. Results of earlier calls like this one may also be wrong",
         stacklevel=4,
     )
     return False

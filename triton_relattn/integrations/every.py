@@ -19,7 +19,7 @@ from .progress import progress
 from .report import LIBRARY, STRUCTURE, Report, Row
 
 LIBRARIES = ("transformers", "nemo", "espnet", "speechbrain", "x_transformers")
-PASSES_ON = "passes masks and positions on"
+PASSES_ON = "passes masks and positions"
 
 
 @with_names
@@ -36,7 +36,7 @@ def enable(model: Any, *, lengths: int | Sequence[int] = 4096, check_calls: bool
     - the same with features of the distance (Enformer, Borzoi);
     - decomposed positions on a grid (SAM, ViTDet: segment-anything, cellpose, timm, mmdet, detectron2);
     - an embedding of clipped distances (Shaw et al.: lucidrains' conformer);
-    - a row for each distance to the past (Music Transformer);
+    - a row per distance to the past (Music Transformer);
     - a bias by bucket that a layer makes of its own embedding (T5).
 
     Before a module is replaced, its forward and ours run side by side, with the module's settings and random weights, in float64
@@ -62,7 +62,7 @@ def enable(model: Any, *, lengths: int | Sequence[int] = 4096, check_calls: bool
     Parameters, ``state_dict``, hooks and ``isinstance`` stay: a module gets a class derived from its own. Pickles and copies of
     an enabled model are enabled; their first calls are compared again.
 
-    What differs from the stock model: dropout drops other weights, as many; attention weights that a module keeps for pictures
+    What differs from the stock model: dropout has the same rate and a different random stream; attention weights that a module keeps for pictures
     (``attn``) are None; rows of queries that no key is shown to are zero, which are rows of padding. For libraries the ``enable``
     of each (``triton_relattn.integrations.transformers``, ...) has its own list. A call with arguments that were not compared
     (another kind of cache, cross attention) is the stock class's.
@@ -112,11 +112,11 @@ def enable_in(
         )
     report = Report(rows, lengths)
     if report.left and not report and not enabled_before:
-        raise RuntimeError(f"no module of {type(model).__name__} was enabled, and it is as it was. {report}")
+        raise RuntimeError(f"no module of {type(model).__name__} was enabled; the model is unchanged. {report}")
     if report.left:
         count = f"{len(report.left)} of {len(rows)} modules with relative attention"
         warnings.warn(
-            f"enable left {count} as they were; print what it returns for all reasons. {report.reasons()[0]}", stacklevel=4
+            f"enable left {count} unchanged; print its report for all reasons. {report.reasons()[0]}", stacklevel=4
         )
     report.calls_by_name = replacement.change_classes(chosen, modules, check_calls)
     return report
@@ -156,15 +156,15 @@ def _roots(model: Any) -> list[tuple[str, nn.Module]]:
     if isinstance(model, nn.Module):
         return [("", model)]
     if isinstance(model, str):
-        raise TypeError(f"enable wants a model, got the string {model[:60]!r}: load it first, and pass the module")
+        raise TypeError(f"enable expects a model, got the string {model[:60]!r}: load it first and pass the module")
     if isinstance(model, type):
-        raise TypeError(f"enable wants a model, got the class {model.__name__}: make one, and pass that")
+        raise TypeError(f"enable expects a model, got the class {model.__name__}: create an instance and pass that")
     if isinstance(model, Mapping) and model and all(isinstance(each, torch.Tensor) for each in model.values()):
-        raise TypeError("enable wants a model, got a state_dict: load it into the module that it is of, and pass that module")
+        raise TypeError("enable expects a model, got a state_dict: load it into its module and pass the module")
     held = model if isinstance(model, Mapping) else {**getattr(model, "__dict__", {}), **_components(model)}
     found = {str(name): each for name, each in held.items() if isinstance(each, nn.Module)}
     if not found:
-        raise TypeError(f"enable wants a torch.nn.Module, or an object that holds some, got {type(model).__name__}")
+        raise TypeError(f"enable expects a torch.nn.Module, or an object that holds some, got {type(model).__name__}")
     return list(found.items())
 
 
@@ -223,9 +223,9 @@ def _inside(name: str, modules: dict[str, nn.Module]) -> Iterator[tuple[str, nn.
 def _why_not(module: nn.Module) -> str:
     """Return why a module's class cannot be exchanged; nothing if it can."""
     if "forward" in vars(module):
-        return "it has a forward of its own, as hooks leave it: call enable before that"
+        return "its forward was replaced (by a hook?); call enable first"
     if any(hasattr(each, "device_mesh") for each in module.parameters(recurse=False)):
-        return "it is sharded: call enable before that"
+        return "it is sharded; call enable first"
     return ""
 
 

@@ -89,7 +89,7 @@ class Report(dict[str, str]):
         if any(each.memory for each in self.rows):
             lines += ["", *textwrap.wrap(MEMORY, 118)]
         if reasons := self.reasons():
-            lines += ["", "left as they were:"] if lines else ["left as they were:"]
+            lines += ["", "left unchanged:"] if lines else ["left unchanged:"]
             for text in reasons:
                 lines += textwrap.wrap(text, 118, initial_indent="  ", subsequent_indent="    ")
         lines += _of_calls(self.calls())
@@ -120,8 +120,8 @@ def _size(count: int | None) -> str:
 
 
 MEMORY = (
-    "memory: of all tensors of one sequence's forward in one layer, float32, stock -> enabled; on a CPU the "
-    "operator's own blocks, some MiB at any length, come on top."
+    "memory: all tensors in one layer's forward, one sequence, float32, stock -> enabled. On a CPU add the operator's blocks, "
+    "some MiB at any length."
 )
 
 

@@ -30,14 +30,14 @@ That of vision encoders, on a grid, runs on :func:`triton_relattn.decomposed_rel
 
 Outputs and gradients are those of the model's own forward, with its masks, dropout and training mode, whichever of eager and
 sdpa it was made with. Masks stay small: padding is (B, 1, 1, Nk). A 4-d mask that is given is used as it is. Layers that pass
-on their position bias (T5 and its descendants, WavLM, MPNet, SpeechT5) pass on a row for each distance; a stock layer among
+on their position bias (T5 and its descendants, WavLM, MPNet, SpeechT5) pass one row per distance; a stock layer among
 them gets the tensor that it expects. transformers 5.0 and later are served.
 
 Calls that ask for attention weights, with caches that were not compared, and short ones on a CPU are the stock forward's.
 
 What differs:
 
-- Dropout drops as many weights, but chooses them by other random numbers.
+- Dropout has the same rate and a different random stream.
 - An encoder that asks transformers for its mask has a view of its config, whose ``_attn_implementation`` names our function
   for masks. All else in the view is the config's. :func:`disable` puts the config back.
 - Rows of padding, and of queries that see nothing but padding. Stock models have the mean of some values there, or NaN; an

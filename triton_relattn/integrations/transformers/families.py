@@ -37,7 +37,7 @@ FAMILIES = (
     Family("gemma4", "Gemma 4, audio encoder", "q · R in a window, softcap"),
     Family("t5", "T5", f"{BUCKETS}, one table for all layers"),
     Family("mt5", "mT5", f"{BUCKETS}, one table for all layers"),
-    Family("umt5", "UMT5", f"{BUCKETS}, a table for each layer"),
+    Family("umt5", "UMT5", f"{BUCKETS}, one table per layer"),
     Family("switch_transformers", "Switch Transformers", f"{BUCKETS}, one table for all layers"),
     Family("pop2piano", "Pop2Piano", f"{BUCKETS}, one table for all layers"),
     Family("pix2struct", "Pix2Struct, text decoder", f"{BUCKETS}, one table for all layers"),
