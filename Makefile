@@ -75,7 +75,7 @@ compile-newest: setup ## every kernel compiles with the newest triton, too (700 
 	$(BIN)/pip install --quiet --no-deps --upgrade --target .triton-newest $(shell grep ^triton== constraints-newest.txt)
 	PYTHONPATH=.triton-newest $(PYTEST) $(COMPILED) -m $(QUICK)
 
-COMPILED := tests/compile/test_features.py tests/compile/test_grids.py tests/compile/test_rotations.py tests/compile/test_stub_gpu.py
+COMPILED := tests/compile/test_features.py tests/compile/test_launching.py tests/compile/test_grids.py tests/compile/test_rotations.py tests/compile/test_stub_gpu.py
 
 # The families of transformers with the oldest version that is supported.
 models-oldest: setup ## the models of transformers with its oldest supported version (50 MB)
@@ -92,6 +92,7 @@ test-newest: ## all tests with the newest torch, triton and transformers, in .ve
 test-libraries: .venv-libraries/installed ## classes of other libraries, enabled, in .venv-libraries (1 GB)
 	.venv-libraries/bin/python -m pytest -n 2 --dist worksteal -q tests/libraries --ignore tests/libraries/wrappers
 	.venv-libraries/bin/python -m pytest -n 2 --dist worksteal -q tests/libraries/wrappers
+	.venv-libraries/bin/python -m pytest -n 2 --dist worksteal -q tests/cpu/test_pages.py -k nemo
 
 .venv-libraries/installed: requirements-libraries.txt $(CONSTRAINTS)
 	$(PYTHON) -m venv .venv-libraries

@@ -36,7 +36,7 @@ __all__ = [
     "merge_attention",
     "tables",
 ]
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 
 def __getattr__(name: str) -> Any:

@@ -41,7 +41,14 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from triton import knobs
+
+try:
+    from triton import knobs
+except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] != "triton":
+        raise
+    print("this needs the package triton: pip install triton", file=sys.stderr)
+    raise SystemExit(2) from error
 
 from bench.report.rows import ROOT, in_one_line, read
 from bench.verbs.options import some_of

@@ -1,4 +1,4 @@
-"""Figures, tables and claims of README and docs that come from the rows in bench/results/cpu, written into these pages.
+"""Figures, tables and claims of README and docs that come from the rows in bench/results, written into these pages.
 
 A part of a page stands between ``<!-- begin NAME: python -m bench readme -->`` and ``<!-- end -->``; NAME is one of PARTS.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import geometric_mean
 
 from ..cases.methods import OURS
-from ..report import figures, summary
+from ..report import figures, gpu, summary
 from ..report import models as of_models
 from ..report.rows import ROOT, read
 from ..report.summary import DENSE
@@ -174,6 +174,10 @@ PARTS: dict[str, Callable[[], str]] = {
     "models-short": lambda: of_models.ratios(read(RESULTS / "models_short.csv"), SHOWN),
     "models-bf16": lambda: of_models.ratios(read(RESULTS / "models_bf16.csv")),
     "music": music,
+    "gpu": gpu.first,
+    "gpu-speed": gpu.speed,
+    "gpu-baselines": gpu.baselines,
+    "gpu-memory": gpu.memory,
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +27,7 @@ from bench.cases.attention import Case
 from bench.cases.methods import METHODS, OURS, Method
 from bench.families import FAMILIES
 from bench.measure import point, timing
-from bench.report import figures
+from bench.report import figures, gpu
 from bench.report import models as of_models
 from bench.report.rows import ROOT, STAMP, read
 from bench.verbs import accuracy, readme, speed, verify
@@ -234,6 +235,51 @@ def test_claims_are_of_all_lengths() -> None:
         ratios = [of[OURS] / of["sdpa"] for (each, _), of in times.items() if each == direction]
         said = f"{min(ratios):.1f} to {max(ratios):.1f}"
         assert said in readme.claims() and said in readme.first(), (direction, said)
+
+
+def test_rows_of_a_gpu_that_the_host_held_up_are_marked() -> None:
+    """The median has to be far above the fastest fifth; a long queue alone delays nothing, nor do rows without a spread."""
+    row = {"p50_ms": "1.2", "p20_ms": "1.0", "waits_for_host": "yes"}
+    assert gpu.median(row) == "1.20 †"
+    for changed in ({"p50_ms": "1.05"}, {"waits_for_host": "no"}, {"p20_ms": ""}):
+        assert not gpu.is_held_up(row | changed)
+
+
+def test_claims_of_a_gpu() -> None:
+    """README's ratios are those of its calls, losses as well; dense methods are compared with ours in the same call and run."""
+    rows = read(gpu.RESULTS / "measure" / "results.csv")
+    times = {
+        (row["group"], row["case"], row["method"], row["direction"]): row["p50_ms"] for row in rows if row["verb"] == "speed"
+    }
+
+    def ratio(group: str, case: str, direction: str, method: str, of: str) -> str:
+        first, second = (float(times[group, case, each, direction]) for each in (method, of))
+        return f"{first / second:.1f}"
+
+    said = " ".join(readme.PARTS["gpu"]().split())
+    for batch, length in ((16, 1024), (4, 4096), (1, 16384)):
+        case = f"b{batch} h32 n{length} d64 full bf16"
+        forward, both = (ratio("long", case, each, OURS, "sdpa_flash") for each in ("forward", "forward+backward"))
+        found = re.search(
+            rf"\| {batch} x {length:,} tokens \| [\d.]+ ms(?: †)? \| ([\d.]+) \| [\d.]+ ms(?: †)? \| ([\d.]+) \|", said
+        )
+        assert found and found.groups() == (forward, both)
+    for case, forward, both in (("b16 h32 n1024", "shaw_gather", "shaw_gather"), ("b2 h32 n4096", "dense_bias", "gather")):
+        case += " d64 full bf16"
+        first = ratio("dense", case, "forward", forward, OURS)
+        assert f"{first} times as long ({ratio('dense', case, 'forward+backward', both, OURS)})" in said
+
+
+def test_calls_that_earlier_kernels_computed_faster_are_named() -> None:
+    before, rows = (
+        gpu.timed(run="before"),
+        {key: row for group in ("long", "speech", "t5") for key, row in gpu.timed(group).items()},
+    )
+    keys = [key for key in before if key[1:] == (OURS, "forward+backward")]
+    slower = [key for key in keys if gpu.over(rows[key], before[key]) > gpu.GAIN]
+    page = gpu.earlier()
+    assert f"in {len(slower)} of the {len(keys)} calls" in page and 0 < len(slower) < len(keys)
+    assert all(f"| {gpu.call_of(rows[key])} |" in page for key in slower)
 
 
 @pytest.mark.parametrize("smallest", [1000, 0, -4096])

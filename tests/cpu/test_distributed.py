@@ -312,7 +312,8 @@ def check_dtensor_shared_keys(groups: dict[int, dist.ProcessGroup]) -> None:
             close(result.full_tensor(), exact, (sizes, dims, heads, key_heads, name))
     mesh = init_device_mesh("cpu", (2, 2))
     query, key = (distribute_tensor(normal(1, heads, 8, 4), mesh, [Shard(1), Shard(2)]) for heads in (9, 3))
-    with pytest.raises(ValueError, match="9 query heads and 9 key heads are not divisible by 4 ranks"):  # also the rank whose four heads two would divide
+    # Also the rank whose four heads two would divide.
+    with pytest.raises(ValueError, match="9 query heads and 3 key heads are not divisible by 4 ranks"):
         distributed.fused_relative_attention(query, key, key, method="all_to_all", enable_gqa=True)
 
 

@@ -69,8 +69,8 @@ def test_faults_fail(one_call: None, fault: str, monkeypatch: pytest.MonkeyPatch
 def a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """As torch describes one; nothing is remembered."""
     monkeypatch.setenv("TRITON_RELATTN_CACHE", str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="NVIDIA H100"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="NVIDIA A100"))
     forget(monkeypatch)
     yield
     forget(monkeypatch)
@@ -88,6 +88,11 @@ def warned() -> list[str]:
         warnings.simplefilter("always")
         hardware.warn_of_unchecked(GPU)
     return [str(warning.message) for warning in caught]
+
+
+def test_a_kind_of_gpu_that_has_passed_gets_no_warning(a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    assert warned() == []
 
 
 def test_a_check_ends_the_warning(a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:

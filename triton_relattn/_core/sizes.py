@@ -59,5 +59,5 @@ def rows(text: str) -> int | None:
     if text == "full":
         return None
     if not text.isdigit() or int(text) % 2 == 0:
-        raise argparse.ArgumentTypeError(f'must be an odd number of rows, such as 33 for distances up to 16, or "full", got {text!r}')
+        raise argparse.ArgumentTypeError(f'must be an odd number, such as 33 for distances up to 16, or "full", got {text!r}')
     return int(text)

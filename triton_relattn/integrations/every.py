@@ -62,10 +62,10 @@ def enable(model: Any, *, lengths: int | Sequence[int] = 4096, check_calls: bool
     Parameters, ``state_dict``, hooks and ``isinstance`` stay: a module gets a class derived from its own. Pickles and copies of
     an enabled model are enabled; their first calls are compared again.
 
-    What differs from the stock model: dropout has the same rate and a different random stream; attention weights that a module keeps for pictures
-    (``attn``) are None; rows of queries that no key is shown to are zero, which are rows of padding. For libraries the ``enable``
-    of each (``triton_relattn.integrations.transformers``, ...) has its own list. A call with arguments that were not compared
-    (another kind of cache, cross attention) is the stock class's.
+    What differs from the stock model: dropout has the same rate and a different random stream; attention weights that a module
+    keeps for plots (``attn``) are None; rows of queries that see no key, which are padding, are zero. For libraries the
+    ``enable`` of each (``triton_relattn.integrations.transformers``, ...) has its own list. A call with arguments that were not
+    compared (another kind of cache, cross attention) uses the stock class.
 
     Raises:
         ValueError: nothing in model has relative attention of these kinds.
@@ -115,9 +115,7 @@ def enable_in(
         raise RuntimeError(f"no module of {type(model).__name__} was enabled; the model is unchanged. {report}")
     if report.left:
         count = f"{len(report.left)} of {len(rows)} modules with relative attention"
-        warnings.warn(
-            f"enable left {count} unchanged; print its report for all reasons. {report.reasons()[0]}", stacklevel=4
-        )
+        warnings.warn(f"enable left {count} unchanged; print its report for all reasons. {report.reasons()[0]}", stacklevel=4)
     report.calls_by_name = replacement.change_classes(chosen, modules, check_calls)
     return report
 

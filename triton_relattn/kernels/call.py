@@ -16,12 +16,10 @@ from .._core.spec import TABLES, AttentionSpec, AttentionTensors
 from .config import selection
 from .config.architectures import architecture_of
 from .config.fitting import DoesNotFit, Selection, current
-from .fences import compile_options
+from .launching import described, launch
 
 Strided = tuple[torch.Tensor, tuple[int, ...]]
 SMALLEST_SCALE = 2.0**-60
-LAUNCH_OPTIONS = {"enable_fp_fusion": True}
-"""Passed to every launch: Triton 3.9 warns where it is left out, because 3.10 changes the default."""
 
 # No field of a group of arguments may have the name of an attribute of Triton's own tuple: above all not values or type. Groups
 # of tensors and numbers are such tuples in kernels. Up to Triton 3.7 a group of constants was the Python tuple itself there.
@@ -215,6 +213,7 @@ class Fixed:
     round_terms: bool
     precision: str
     strides: tuple[tuple[int, ...] | None, ...]  # of Operands
+    compiled: dict[Any, Any] = field(default_factory=dict)  # kernels of earlier launches; see launching.py
     derived: dict[Any, Any] = field(default_factory=dict)  # what else is computed once for such calls, by all that it depends on
 
 
@@ -323,10 +322,13 @@ class Call:
             dropout = Dropout(of_dropout[0], of_call.largest_dropped, of_call.keep_scale, of_dropout[1])
         self.common = Common(sequences, of_call.window, dropout, of_call.scaling)
         self.limits = {"first": spec.first, "last": spec.last}
+        self.tensors = (*operands, *of_sequences, *of_dropout)
+        self.far_keys: torch.Tensor | None = None
+        self.described: tuple[Any, ...] | None = None  # for launches: these tensors, whose sizes and strides are fixed
 
     def add_far_keys(self, far_keys: torch.Tensor) -> None:
         """Give the terms of far keys to all kernels that are launched from now on; see far_keys.py."""
-        self.inputs = self.inputs._replace(far_keys=strided(far_keys))
+        self.inputs, self.far_keys, self.described = self.inputs._replace(far_keys=strided(far_keys)), far_keys, None
 
     def launch(self, name: str, kernel: Any, config: selection.TileConfig, programs: tuple[int, ...], **arguments: Any) -> None:
         """Launch one of selection.KERNELS, in so many programs, with the arguments that all kernels share.
@@ -335,21 +337,21 @@ class Call:
             DoesNotFit: a selected configuration does not fit the GPU.
             OutOfResources: a configuration that was asked for does not fit the GPU.
         """
-        options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages, **compile_options(kernel)}
+        options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         if config.max_registers is not None:
             options["maxnreg"] = config.max_registers
+        of_call = {
+            "inputs": self.inputs,
+            "call": self.common,
+            "num_heads": self.heads,
+            "SHAPE": self.shape,
+            "TILE": self.compiled_tile(config, name),
+            **self.limits,
+        }
+        if self.described is None:
+            self.described = tuple([None if each is None else described(each) for each in (*self.tensors, self.far_keys)])
         try:
-            kernel[programs](
-                inputs=self.inputs,
-                call=self.common,
-                num_heads=self.heads,
-                SHAPE=self.shape,
-                TILE=self.compiled_tile(config, name),
-                **self.limits,
-                **arguments,
-                **options,
-                **LAUNCH_OPTIONS,
-            )
+            launch(kernel, programs, of_call, arguments, options, self.fixed.compiled, (name, config, self.described))
         except OutOfResources as error:
             if name not in self.selected:
                 raise

@@ -9,10 +9,11 @@ import triton
 import triton.language as tl
 
 from .._core.spec import AttentionSpec
-from .call import LAUNCH_OPTIONS, Call, cdiv, strided
+from .call import Call, cdiv, strided
 from .config import selection
 from .config.tile_config import TileConfig
 from .fences import compile_options
+from .launching import LAUNCH_OPTIONS
 from .tile.addressing import head_matrix, load_rows, row_vector, side_vector, store_rows
 from .tile.scores import LN_2, exponent_scale
 

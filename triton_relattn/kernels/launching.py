@@ -1,0 +1,79 @@
+"""Launches of compiled kernels without Triton's search for them.
+
+At each launch Triton looks at every argument, of which kernels here have up to a hundred, in groups. All but a few follow from
+what alike calls share, so the kernels that they have compiled are kept there: ``call.Fixed``. On an H100's machine, forward and
+backward of a short call took the host 1.6 times as long without (Triton 3.6, bench/results/h100).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from .fences import compile_options
+
+LAUNCH_OPTIONS = {"enable_fp_fusion": True}
+"""Passed to every launch: Triton 3.9 warns where it is left out, because 3.10 changes the default."""
+ALIGNMENT = 16  # Triton tells apart whether the bytes of a pointer are a multiple of it
+
+_run = JITFunction.run
+_unspecialized: dict[Any, frozenset[str]] = {}
+
+
+def described(argument: Any) -> Any:
+    """Return all that Triton may compile a kernel for of an argument: of a tensor its dtype and alignment, of a group what that
+    is of each member, of anything else the value."""
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % ALIGNMENT
+    return tuple(map(described, argument)) if isinstance(argument, tuple) else argument
+
+
+def launch(
+    kernel: Any,
+    programs: tuple[int, ...],
+    of_call: dict[str, Any],
+    arguments: dict[str, Any],
+    options: dict[str, Any],
+    compiled: dict[Any, Any],
+    key: tuple[Any, ...],
+) -> None:
+    """Launch a kernel as ``kernel[programs](**of_call, **arguments, **options)`` does.
+
+    Args:
+        of_call: arguments that all launches with the same key have in common.
+        compiled: kernels of earlier launches, by all that Triton compiled them for.
+        key: stands for of_call, options and what else Triton may compile for, but the device and the arguments.
+    """
+    # Triton does no more than launch: it is neither interpreted nor replaced, nor asked to compile in another way.
+    is_usual = (
+        isinstance(kernel, JITFunction)
+        and JITFunction.run is _run
+        and not kernel.pre_run_hooks
+        and not knobs.runtime.debug
+        and not knobs.compilation.instrumentation_mode
+        and knobs.runtime.add_stages_inspection_hook is None
+    )
+    if is_usual:
+        names = _unspecialized.get(kernel.fn)
+        if names is None:
+            names = _unspecialized[kernel.fn] = frozenset(each.name for each in kernel.params if each.do_not_specialize)
+        device = driver.active.get_current_device()
+        values = [_width(each) if name in names else described(each) for name, each in arguments.items()]
+        key = kernel.fn, device, *key, *values
+        found = compiled.get(key)
+        if found is not None:
+            every = of_call | arguments
+            found[(*programs, 1, 1)](*[every[name] for name in kernel.arg_names], stream=driver.active.get_current_stream(device))
+            return
+    found = kernel[programs](**of_call, **arguments, **options, **compile_options(kernel), **LAUNCH_OPTIONS)
+    if is_usual and found is not None and found.metadata.target.backend == "cuda":  # AMD's are compiled for sizes of tensors, too
+        compiled[key] = found
+
+
+def _width(number: int | None) -> int | None:
+    """Return the bits in which Triton passes a whole number that no kernel is compiled for."""
+    return None if number is None else 32 if -(2**31) <= number < 2**31 else 64
