@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,14 +14,17 @@ from tools.absent_gpu import Launch
 from tools.emulator import small_kernels as small
 from triton_relattn import _implementations as implementations
 from triton_relattn import fused_relative_attention, testing
-from triton_relattn.kernels import fences
+from triton_relattn.kernels import call, fences
 
 
 @pytest.fixture(autouse=True)
-def an_older_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def an_older_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whatever Triton is installed is taken for one that leaves out fences."""
     monkeypatch.setattr(fences, "LACKS_FENCES", True)
     monkeypatch.setattr(implementations, "choose_implementation", lambda *_: implementations.TRITON)
+    call.fixed.cache_clear()  # with what was compiled before
+    yield
+    call.fixed.cache_clear()
 
 
 def launches_for(target: str) -> list[Launch]:
@@ -43,6 +47,7 @@ def test_every_product_on_hopper_has_a_fence(monkeypatch: pytest.MonkeyPatch) ->
     assert {name for name, each in before.items() if each} == {"forward", "dkv", "dq", "dtable"}
     assert {instruction for each in before.values() for instruction in each} == {"fence.proxy.async.shared::cta;"}
     monkeypatch.setattr(fences, "LACKS_FENCES", False)
+    call.fixed.cache_clear()
     assert not {launch.kernel.hash for launch in launches} & {launch.kernel.hash for launch in launches_for("sm_90")}
 
 

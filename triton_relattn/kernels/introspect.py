@@ -6,9 +6,9 @@ tables of configurations, ARCHITECTURES the GPUs. forward and backward launch th
 attention on a grid. Nothing of the package imports this.
 """
 
-from . import kernels_are_interpreted, tuning
+from . import kernels_are_interpreted, launching, tuning
 from .backward import backward
-from .call import Call
+from .call import Call, fixed
 from .config import profiles, selection
 from .config.architectures import ARCHITECTURES, architecture_of
 from .config.tile_config import TileConfig
@@ -26,10 +26,12 @@ __all__ = [
     "TileConfig",
     "architecture_of",
     "backward",
+    "fixed",
     "forward",
     "grid_backward",
     "grid_forward",
     "kernels_are_interpreted",
+    "launching",
     "planning",
     "profiles",
     "queries_apart",
