@@ -61,6 +61,11 @@ def redirect_links(app: Any, path: Path, parent: str, content: list[str]) -> Non
     content[0] = LINK.sub(redirected, content[0])
 
 
+def offer_downloads(app: Any, docname: str, content: list[str]) -> None:
+    """Have links to Markdown of the repository that is no page, which GitHub shows, lead to the file."""
+    content[0] = content[0].replace("](../triton_relattn/kernels/DERIVATION.md", "](path:../triton_relattn/kernels/DERIVATION.md")
+
+
 def require_offline(app: Any, error: Exception | None) -> None:
     """Refuse a build with a page, style sheet or script that loads anything from the network."""
     if error is not None or app.builder.format != "html":
@@ -85,5 +90,6 @@ def without_catchers(app: Any, what: str, name: str, obj: Any, options: Any, sig
 def setup(app: Any) -> None:
     show_implementations()
     app.connect("autodoc-process-signature", without_catchers)
+    app.connect("source-read", offer_downloads)
     app.connect("include-read", redirect_links)
     app.connect("build-finished", require_offline)

@@ -127,7 +127,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     verb = verbs.add_parser("measure", help="measure time, memory and output of a model before and after enable")
     add_model(verb)
-    verb.add_argument("--length", type=bounded(int, 1), default=4096, help="positions of the input (%(default)s)")
+    verb.add_argument(
+        "--length",
+        type=bounded(int, 1),
+        default=4096,
+        help="length of the input: tokens, feature frames or samples (%(default)s)",
+    )
     verb.add_argument("--batch", type=bounded(int, 1), default=1, help="sequences of the input (%(default)s)")
     verb.add_argument("--seconds", type=bounded(float, 0), default=3.0, help="time of all steps of a model (%(default)s)")
     verb.add_argument("--backward", action="store_true", help="forward and backward, in place of the forward alone")
@@ -155,7 +160,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return tune(options)
     if options.verb == "measure":
         given = (options.model, options.inputs, options.length, options.batch)
-        return measure(Work(*given, DTYPES[options.dtype], available_device(), options.backward, options.seconds))
+        try:
+            return measure(Work(*given, DTYPES[options.dtype], available_device(), options.backward, options.seconds))
+        except ValueError as error:
+            raise SystemExit(str(error)) from error
     if options.verb == "enable":
         try:
             with warnings.catch_warnings():

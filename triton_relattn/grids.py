@@ -73,7 +73,8 @@ def decomposed_relative_attention(
         value and both tables.
 
     All tensors share one dtype and device; any strides. Scores and sums are float32 (float64 for float64), also under
-    ``torch.autocast``, which casts float32 inputs. Results and gradients repeat bit for bit on the same machine and settings.
+    ``torch.autocast``, which casts float32 inputs. Results and gradients repeat bit for bit on the same machine and settings,
+    except the gradients of tables that are interpolated on a GPU.
 
     Raises:
         ValueError: wrong ranks, shapes, devices or values; a grid that does not fit.

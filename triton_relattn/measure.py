@@ -11,16 +11,23 @@ import sys
 import tempfile
 import time
 import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
 from ._peaks import SHARE, available_bytes, in_own_process, is_out_of_memory, limit_memory, peak_cpu, peak_cuda
+from .integrations import calls
 from .integrations.every import enable
+from .integrations.replacement import Replacement
 
 WARM_UP = 64  # positions of a first step, in which libraries set themselves up
 FEWEST = 3  # steps that are timed, at least
+UNITS = {"input_ids": "tokens", "input_values": "samples", "input_features": "feature frames"}  # of a model of transformers
 
 
 class Work(NamedTuple):
@@ -49,7 +56,9 @@ def found_at(place: str) -> Any:
         for each in name.split("."):
             found = getattr(found, each)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{place}: {error}; expected package.module:function") from error
+        raise ValueError(
+            f"{place}: {error}; expected package.module:function, from the folder of the file or with that in PYTHONPATH"
+        ) from error
     return found
 
 
@@ -148,22 +157,23 @@ def _measure_model(work: Work, is_enabled: bool, file: Path, memory_limit: int) 
     if not isinstance(model, torch.nn.Module):
         raise ValueError(f"{work.model} is {type(model).__name__}, not a torch.nn.Module")
     model = model.to(work.device, work.dtype).eval()
-    is_audio = work.inputs is None and getattr(model, "main_input_name", None) == "input_values"  # samples, not positions
-    lengths = {} if is_audio else {"lengths": work.length}
+    unit = UNITS.get(getattr(model, "main_input_name", ""), "") if work.inputs is None else ""
+    lengths = {"lengths": work.length} if unit == "tokens" else {}  # others are not positions of the attention
     report = str(enable(model, **lengths, check_calls=False)) if is_enabled else ""
     inputs = inputs_of(work, model, work.length)
     try:
         step(work, model, inputs_of(work, model, min(WARM_UP, work.length)))
     except Exception:  # shorter than the model takes
         pass
-    peak = (peak_cuda if work.device == "cuda" else peak_cpu)(lambda: step(work, model, inputs))
+    with counted_calls() as calls_of:
+        peak = (peak_cuda if work.device == "cuda" else peak_cpu)(lambda: step(work, model, inputs))
     times = list[float]()
     while len(times) < FEWEST or sum(times) < work.seconds:
         began = time.perf_counter()
         outputs = step(work, model, inputs)
         times.append(time.perf_counter() - began)
     outputs = [each.float().cpu() for each in outputs]
-    found = {"status": "ok", "seconds": min(times), "bytes": peak, "report": report}
+    found = {"status": "ok", "seconds": min(times), "bytes": peak, "report": report, "unit": unit, "calls": dict(calls_of)}
     if not is_enabled:
         torch.save(outputs, file)
     elif file.stat().st_size:
@@ -171,11 +181,35 @@ def _measure_model(work: Work, is_enabled: bool, file: Path, memory_limit: int) 
     return found
 
 
+@contextmanager
+def counted_calls() -> Iterator[Counter[str]]:
+    """Count the calls of enabled attention that "ours" computes, and those that its "stock" class does."""
+    counts, agrees, by_stock = Counter[str](), calls.agrees, Replacement.by_stock
+
+    def ours(*given: Any) -> bool:
+        is_ours = agrees(*given)
+        counts["ours"] += is_ours
+        return is_ours
+
+    def stock(*given: Any) -> Any:
+        counts["stock"] += 1
+        return by_stock(*given)
+
+    with mock.patch.object(calls, "agrees", ours), mock.patch.object(Replacement, "by_stock", stock):
+        yield counts
+
+
 def measure(work: Work) -> int:
-    """Measure a model before and after enable, and print what differs. Return 0, or 1 if the enabled model was not measured."""
+    """Measure a model before and after enable, and print what differs. Return 0, or 1 if the enabled model was not measured.
+
+    Raises:
+        ValueError: there is no such model or function of inputs.
+    """
+    for place in filter(None, (work.model, work.inputs)):
+        found_at(place)
     passes = "forward and backward" if work.backward else "forward"
     print(
-        f"{work.model}, {passes}, {work.length} positions, batch {work.batch}, {str(work.dtype)[6:]} on {work.device}", flush=True
+        f"{work.model}, {passes}, length {work.length:,}, batch {work.batch}, {str(work.dtype)[6:]} on {work.device}", flush=True
     )
     found = []
     with tempfile.NamedTemporaryFile(suffix=".pt") as file:
@@ -188,9 +222,15 @@ def measure(work: Work) -> int:
     stock, ours = found
     if ours["status"] != "ok":
         return 1
-    if stock["status"] == "ok":
-        speed, memory = stock["seconds"] / ours["seconds"], ours["bytes"] / max(stock["bytes"], 1)
-        print(f"  {speed:.2f} times as fast, in {memory:.0%} of the memory; weights and inputs are not counted")
-        print(f"  largest difference between the outputs: {ours['difference']:.1e} of the largest number")
+    by_ours, by_stock = ours["calls"].get("ours", 0), ours["calls"].get("stock", 0)
+    if unit := ours["unit"]:
+        print(f"  the length counts {unit}")
+    print(f"  attention: {by_ours} calls computed by triton_relattn, {by_stock} by the stock class")
+    if not by_ours:
+        print("  The stock class computed all of them, as it does small ones on a CPU: take a longer input")
+    elif stock["status"] == "ok":
+        time_, memory = ours["seconds"] / stock["seconds"], ours["bytes"] / max(stock["bytes"], 1)
+        print(f"  {time_:.2f} of the stock model's time, {memory:.2f} of its memory (weights and inputs not counted)")
+        print(f"  largest relative difference of the outputs: {ours['difference']:.1e}")
     print(f"\n{ours['report']}")
     return 0

@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from statistics import geometric_mean
+from typing import Any
 
 from ..cases.methods import OURS
 from ..report import figures, gpu, summary
@@ -52,12 +53,12 @@ def first() -> str:
     memory = measured("memory.csv", "forward+backward", "peak_bytes")[LENGTH]
     forward, both = (measured("speed.csv", direction, "p50_ms") for direction in ("forward", "forward+backward"))
     lines = [f"![Peak memory and time against the sequence length]({(RESULTS / FIGURE).relative_to(ROOT)})", ""]
-    lines += [f"| one attention call, {LENGTH:,} tokens, forward + backward | memory | time |", "|---|---|---|"]
+    row = next(row for row in read(RESULTS / "speed.csv") if row["status"] == "ok")
+    lines += [f"| {LENGTH:,} tokens {on_a_cpu(row)}, forward + backward | memory | time |", "|---|---|---|"]
     for method, name in figures.LEADING.items():
         bold = "**" * (method == OURS)
         cells = f"{bold}{short_bytes(memory[method])}{bold} | {bold}{short_time(both[LENGTH][method])}{bold}"
         lines.append(f"| {name}{' (lower bound)' * (method == 'sdpa')} | {cells} |")
-    row = next(row for row in read(RESULTS / "speed.csv") if row["status"] == "ok")
     device, torch = row["device"].removeprefix("CPU, "), row["torch"].split("+")[0]
     longest_dense = max(length for length in both if "dense" in both[length])
     what = (
@@ -68,6 +69,10 @@ def first() -> str:
         f"{of_layers(2048)} {of_layers(512)} [All figures](docs/benchmarks.md)."
     )
     return "\n".join([*lines, "", what, ""])
+
+
+def on_a_cpu(row: dict[str, Any]) -> str:
+    return f"on a CPU ({row['threads']} threads)"
 
 
 def of_layers(length: int) -> str:
@@ -196,14 +201,13 @@ def draw(path: Path) -> None:
     """Memory and time side by side."""
     import matplotlib.pyplot as plt
 
-    words = "forward + backward: {}, lower is better"
     with plt.rc_context({"font.size": figures.FONT, "font.family": "DejaVu Sans", "text.color": figures.INK}):
         drawn, axes = plt.subplots(1, 2, figsize=(figures.WIDTH, 3.4))
         for axis, (file, column, quantity, what, times) in zip(axes, FIRST, strict=True):
             rows = [row for row in read(RESULTS / file) if row["direction"] == "forward+backward"]
             points = figures.lines(rows, "forward+backward", column, figures.LEADING)
-            title = figures.finding(points, times, what)
-            figures.draw_panel(axis, points, figures.LEADING_STYLES, quantity, title, words.format(what))
+            title, subtitle = figures.finding(points, times, what), f"forward + backward {on_a_cpu(rows[0])}: {what}"
+            figures.draw_panel(axis, points, figures.LEADING_STYLES, quantity, title, subtitle)
             failed = figures.failures(rows, "forward+backward", [figures.BEST_DENSE])
             end = "".join(f"out of memory at {figures.short_length(length)}" for length in failed.values())
             figures.name_lines(axis, points, end_of_dense=end)
@@ -212,7 +216,7 @@ def draw(path: Path) -> None:
         plt.close(drawn)
 
 
-FIRST = (("memory.csv", "peak_bytes", "bytes", "peak memory", "as much"), ("speed.csv", "p50_ms", "time", "time", "as long"))
+FIRST = (("memory.csv", "peak_bytes", "bytes", "memory", "as much"), ("speed.csv", "p50_ms", "time", "time", "as long"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

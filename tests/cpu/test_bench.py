@@ -245,6 +245,18 @@ def test_rows_of_a_gpu_that_the_host_held_up_are_marked() -> None:
         assert not gpu.is_held_up(row | changed)
 
 
+def test_times_that_did_not_repeat_are_marked() -> None:
+    """A second run's median of the same call differed by more than a tenth; of those that the host held up they say that."""
+    again = {key: float(row["p50_ms"]) for key, row in gpu.timed(run="again").items()}
+    found = dict[str, int]()
+    for key, row in gpu.timed("long").items():
+        ratio = float(row["p50_ms"]) / again.get(key, float(row["p50_ms"]))
+        mark = gpu.median(row).partition(" ")[2]
+        assert mark == ("†" if gpu.is_held_up(row) else "‡" * (max(ratio, 1 / ratio) > 1.1)), key
+        found[mark] = found.get(mark, 0) + 1
+    assert found.keys() == {"", "†", "‡"}
+
+
 def test_claims_of_a_gpu() -> None:
     """README's ratios are those of its calls, losses as well; dense methods are compared with ours in the same call and run."""
     rows = read(gpu.RESULTS / "measure" / "results.csv")
@@ -267,7 +279,7 @@ def test_claims_of_a_gpu() -> None:
     for case, forward, both in (("b16 h32 n1024", "shaw_gather", "shaw_gather"), ("b2 h32 n4096", "dense_bias", "gather")):
         case += " d64 full bf16"
         first = ratio("dense", case, "forward", forward, OURS)
-        assert f"{first} times as long ({ratio('dense', case, 'forward+backward', both, OURS)})" in said
+        assert f"({first}x and {ratio('dense', case, 'forward+backward', both, OURS)}x)" in said
 
 
 def test_calls_that_earlier_kernels_computed_faster_are_named() -> None:

@@ -190,3 +190,15 @@ def test_a_configuration_that_computes_something_else_is_not_timed(monkeypatch: 
     monkeypatch.setattr(Case, "inputs", lambda case, _: inputs(case, "cpu"))
     rows = kernels.measure_group(kernels.Group("forward", Case(1, 1, 20, 16), True, tuple(tiles)))
     assert [row["status"].partition(":")[0] for row in rows] == ["ok", "wrong", "cannot run"]
+
+
+def test_a_call_that_did_not_run_again_did_not_repeat(options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time may be over after its first run: that is neither a pass nor a failure."""
+    runs = iter([(51, ""), (0, ""), (51, "run 3: out")])
+    monkeypatch.setattr(checks, "differences", lambda *_: next(runs))
+    monkeypatch.setattr(checks.Checked, "inputs", lambda *_: (None, {}))
+    report = reports.Report(options, "repeats")
+    options.most = 3
+    checks.repeats(options, report, 0.0)
+    assert [row["status"] for row in report.checks.rows] == ["ok", "not run", "FAILED"]
+    assert (report.outcome.rows, report.outcome.failed, report.outcome.left) == (2, 1, 1)

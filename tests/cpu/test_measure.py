@@ -32,9 +32,22 @@ def test_measure(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     [stock, ours] = [float(each.replace(",", "")) for each in re.findall(r" s +([\d,]+) MiB", printed)]
     assert ours < stock / 2, printed
-    difference = re.search(r"largest difference between the outputs: (\S+) of", printed)
+    difference = re.search(r"largest relative difference of the outputs: (\S+)", printed)
     assert difference is not None and 0 < float(difference[1]) < 1e-5, printed
-    assert "the model itself" in printed and "memory at 1,500" in printed
+    assert "the model itself" in printed and "attention: 1 calls computed by triton_relattn, 0 by the stock class" in printed
+
+
+def test_a_short_input_measures_nothing_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["measure", "--model", MODEL, "--inputs", INPUTS, "--length", "20", "--seconds", "0"]) == 0
+    printed = capsys.readouterr().out
+    assert "attention: 0 calls computed by triton_relattn, 1 by the stock class" in printed
+    assert "take a longer input" in printed and "of the stock model's time" not in printed
+
+
+def test_a_model_that_is_not_there() -> None:
+    """One line, before any process starts."""
+    with pytest.raises(SystemExit, match=r"nothing:model: No module named 'nothing'; expected package\.module:function"):
+        main(["measure", "--model", "nothing:model"])
 
 
 def test_a_stock_model_without_memory(tmp_path: Path) -> None:

@@ -53,11 +53,19 @@ def test_is_the_operator_of_the_package() -> None:
     ("name", "change"),
     [
         ("width", lambda query, key, value, table: (query[..., :24], key[..., :24], value[..., :24], table[:, :24])),
-        ("rel_key", lambda query, key, value, table: (query, key, value, table[1:])),
-        ("value", lambda query, key, value, table: (query, key, value.half(), table)),
+        (r"query must be \(H, N, D\), got \(1, 2, 8, 32\)", lambda query, *others: (query[None], *others)),
+        (r"rel_key .* \(15, 32\) and dtype torch.float32; got \(14, 32\), torch", lambda *of: (*of[:3], of[3][1:])),
+        ("value .*; got .*, torch.float16", lambda query, key, value, table: (query, key, value.half(), table)),
         ("key", lambda query, key, value, table: (query, key.mT.contiguous().mT, value, table)),
     ],
 )
 def test_what_the_page_does_not_take(name: str, change: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match=name):
         minimal_attention(*change(*example(length=8)))
+
+
+def test_tensors_on_a_cpu_need_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [tensor.cpu() for tensor in example(length=8)]
+    monkeypatch.setattr("triton_relattn.kernels.kernels_are_interpreted", lambda: False)
+    with pytest.raises(RuntimeError, match="there is no GPU: set TRITON_INTERPRET=1"):
+        minimal_attention(*tensors)

@@ -38,6 +38,8 @@ OTHER_NAMES = {
     **dict.fromkeys(("pos_emb", "pos_embs"), "rel_key, projected and split into heads"),
     **dict.fromkeys(("pos_bias_u", "pos_bias_v", "r_w_bias", "r_r_bias"), _FOLDED),
     "position_bias": "rel_bias, (R,) or (heads, R), with an element per distance and not per pair",
+    **dict.fromkeys(("bias", "pos_bias"), "rel_bias, a learned bias by distance, or attn_mask, a bias without a gradient"),
+    "rel_embeddings": "rel_key, and rel_p2c for DeBERTa's second table, each projected and split into heads",
     "relative_attention_bias": "rel_bias=weight[tables.t5_buckets(torch.arange(-128, 129))].T, with scale=1.0",
     "alibi_slopes": "rel_bias=tables.alibi_bias(slopes, first, last), with positions=RelativePositions(first, last)",
     **dict.fromkeys(("return_attn_probs", "return_softmax"), f"return_lse; {_WEIGHTS}"),
@@ -53,7 +55,9 @@ OTHER_NAMES = {
 }
 NOT_NEEDED = {
     "score_mod": "the terms are rel_key, rel_bias, rel_p2c and rel_value",
-    "deterministic": "results always repeat bit for bit",
+    "deterministic": "results repeat bit for bit, except on a GPU with implementation='reference', tables built by indexing and "
+    "interpolated grid tables (docs/numerics.md, the same bits every time)",
+    "kernel_options": "tile sizes are chosen per call, or by `python -m triton_relattn tune`",
     "block_table": "a paged cache has to be gathered into key and value",
     **dict.fromkeys(("need_weights", "output_attentions"), f"{_WEIGHTS}; plots.attention_terms has them for short sequences"),
     "head_mask": "multiply the heads of out by it",

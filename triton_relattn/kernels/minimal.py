@@ -15,7 +15,7 @@ of the queries with that slice has every term of the tile, and more. Those of qu
     m = 3                    0 1 2 3 . . . .
 
 That is the diagonal indexing: a gather along c. Nothing of size N x N is formed. minimal_backward.py is the other half. Both are
-for reading, and only their tests call them. forward.py multiplies each row of E once where this kernel does so twice, rotates in
+illustrative; only their tests use them. forward.py multiplies each row of E once where this kernel does so twice, rotates in
 place of the gather, and has masks, other tables, dropout and any strides. DERIVATION.md goes from here to there.
 
 ``python -m triton_relattn.kernels.minimal`` compares out with dense attention: on a GPU or, with TRITON_INTERPRET=1, without one.
@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 
 BLOCK = 32
+NO_GPU = "there is no GPU: set TRITON_INTERPRET=1"
 
 
 @triton.jit
@@ -70,6 +71,14 @@ def minimal_kernel(Q, K, V, E, Out, Lse, length, scale, D: tl.constexpr, BLOCK: 
     tl.store(Lse + first_row + i, row_max + tl.log(row_sum), mask=i < length)
 
 
+def check_device(query: torch.Tensor) -> None:
+    """Raise RuntimeError for tensors on a CPU, unless the kernels are interpreted."""
+    from . import kernels_are_interpreted
+
+    if not query.is_cuda and not kernels_are_interpreted():
+        raise RuntimeError(NO_GPU)
+
+
 def minimal_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rel_key: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,17 +86,17 @@ def minimal_attention(
 
     D is a power of two, at least 16; all tensors are contiguous and of one dtype: float16, bfloat16 or float32.
     """
+    if query.ndim != 3:
+        raise ValueError(f"query must be (H, N, D), got {tuple(query.shape)}")
     heads, length, width = query.shape
     if width < 16 or width & (width - 1):
         raise ValueError(f"the width must be a power of two, at least 16; got {width}")
-    for name, tensor, shape in (
-        ("key", key, query.shape),
-        ("value", value, query.shape),
-        ("rel_key", rel_key, (2 * length - 1, width)),
-        ("query", query, query.shape),
-    ):
+    shapes = {"query": query.shape, "key": query.shape, "value": query.shape, "rel_key": (2 * length - 1, width)}
+    for (name, shape), tensor in zip(shapes.items(), (query, key, value, rel_key), strict=True):
         if tensor.shape != shape or tensor.dtype != query.dtype or not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, of shape {tuple(shape)} and dtype {query.dtype}")
+            expected, got = f"{tuple(shape)} and dtype {query.dtype}", f"{tuple(tensor.shape)}, {tensor.dtype}"
+            raise ValueError(f"{name} must be contiguous, of shape {expected}; got {got}, strides {tensor.stride()}")
+    check_device(query)
     out, lse = torch.empty_like(query), query.new_empty(heads, length, dtype=torch.float32)
     grid = triton.cdiv(length, BLOCK), heads
     minimal_kernel[grid](query, key, value, rel_key, out, lse, length, width**-0.5, D=width, BLOCK=BLOCK)
@@ -107,7 +116,7 @@ def example(length: int = 200, width: int = 32) -> list[torch.Tensor]:
     from . import kernels_are_interpreted
 
     if not torch.cuda.is_available() and not kernels_are_interpreted():
-        raise SystemExit("there is no GPU: set TRITON_INTERPRET=1")
+        raise SystemExit(NO_GPU)
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, length, width)] * 3 + [(2 * length - 1, width)]
     device = "cpu" if kernels_are_interpreted() else "cuda"

@@ -1,23 +1,23 @@
 """The whole backward on one page, as plain as minimal.py: the four steps of backward.py, in their order.
 
-    1.  delta = rowsum(out * dO)                        one number of each query
-    2.  P = exp(logits - lse)    dP = dO V^T            computed again for each tile, from the forward's lse
+    1.  delta = rowsum(out * dO)                        one number per query
+    2.  P = exp(logits - lse)    dP = dO V^T            computed again per tile, from the forward's lse
         dS = P * (dP - delta) / sqrt(D)                 stored, since steps 3 and 4 read it
         dV = P^T dO              dK = dS^T Q            a program owns a block of keys and loops over the queries
     3.  dQ[i] = sum_j dS[i, j] k_j + sum_r dS[i, i + r] E[r]        a program owns a block of queries
     4.  dE[r] = sum_i dS[i, i + r] q_i                              a program owns a block of the table's rows
 
-What is new beside FlashAttention's is the diagonal, i + r: a tile of BLOCK queries and BLOCK rows r0 + n of the table has the
-numbers dS[i0 + m, i0 + m + r0 + n]. In memory each row begins one number further on than the one above, so the tile is loaded
-with the row stride of dS plus one. No atomics: a program owns its sums, so their bits repeat.
+The only addition to FlashAttention's backward is the diagonal, i + r. A tile of BLOCK queries and BLOCK rows r0 + n of the table
+holds dS[i0 + m, i0 + m + r0 + n]. In memory each of its rows begins one element further on than the one above, so the tile is
+loaded with the row stride of dS plus one. No atomics: a program owns its sums, so their bits repeat.
 
                 r = -2 -1  0  1  2
     i = 0              .   .  0  1  2          the numbers are j = i + r: the keys
     i = 1              .   0  1  2  .
     i = 2              0   1  2  .  .
 
-This page stores dS of all heads at once, N x N numbers each. bwd_dkv.py stores as many heads, or keys, as fit into a workspace,
-whose size is linear in N, and runs steps 2 to 4 for each part. It also stores P, if there is a table for the values.
+This page stores dS of all heads at once, N x N elements per head. bwd_dkv.py stores what fits into a workspace, some heads or
+keys of one, whose size is linear in N, and runs steps 2 to 4 per part. It also stores P, if there is a table for the values.
 
 ``python -m triton_relattn.kernels.minimal_backward`` compares all gradients with those of dense attention.
 """
