@@ -223,7 +223,7 @@ def test_modules_that_differ_are_stock_again(name: str, monkeypatch: pytest.Monk
             vars(self)[scaling] = before
 
     monkeypatch.setattr(ours, "function", wrong)
-    with pytest.warns(UserWarning, match="is the stock class again"):
+    with pytest.warns(UserWarning, match="uses its stock class again"):
         assert_near("output", counted(output(model, given), counting(name, PADDED)), counted(expected, counting(name, PADDED)))
     differing = report.calls().differing
     assert differing and all("differs by" in each for each in differing.values())
@@ -270,8 +270,8 @@ def test_a_class_that_is_derived_from_one_that_is_served() -> None:
     ("model", "error", "message"),
     [
         ("facebook/sam-vit-base", TypeError, "got the string 'facebook/sam-vit-base': load it first"),
-        (stock.GridAttention, TypeError, "got the class GridAttention: make one"),
-        (stock.GridAttention().state_dict(), TypeError, "got a state_dict: load it into the module"),
+        (stock.GridAttention, TypeError, "got the class GridAttention: create an instance"),
+        (stock.GridAttention().state_dict(), TypeError, "got a state_dict: load it into its module"),
         (3, TypeError, "expects a torch.nn.Module, or an object that holds some, got int"),
         (nn.Linear(2, 2), ValueError, "Linear has no relative attention that triton_relattn knows"),
     ],

@@ -636,7 +636,7 @@ def test_compiled(name: str) -> None:
 def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["enable", "--model", "tests.cpu.stock:SpeechBlock", "--lengths", "512"]) == 0
     assert "VITS" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match=r"package\.module:factory"):
+    with pytest.raises(SystemExit, match=r"package\.module:function"):
         command.main(["enable", "--model", "tests.cpu.stock"])
     with pytest.raises(SystemExit, match="no relative attention"):
         command.main(["enable", "--model", "torch.nn:Identity"])
