@@ -135,12 +135,12 @@ def first() -> str:
     cudnn = [spread(over(rows[case, OURS, each], rows[case, CUDNN, each]) for case in shown) for each in DIRECTIONS]
     stalled = f"† CPU launch overhead stalled the GPU in most rounds; the 20th percentile is {', '.join(fifths)}."
     parts = [
-        f"Measured on {machine()}: bfloat16, 32 heads of 64, a table with a row per distance. ÷ SDPA: time relative to SDPA's "
-        f"FlashAttention backend without positions. {stalled * bool(fifths)}",
-        f"{of_sdpa()} Dense was not measured there. cuDNN, also without positions, is faster still: ours takes {cudnn[0]}x its "
-        f"time forward, {cudnn[1]}x forward + backward.",
         f"{of_dense()} {of_flex()} {of_memory()}",
-        f"{of_earlier()} {CHANGED} [All figures](docs/benchmarks.md#on-an-h100).",
+        "÷ SDPA: time relative to SDPA's FlashAttention without positions. cuDNN is faster still: ours takes "
+        f"{cudnn[0]}x its time forward, {cudnn[1]}x forward + backward. {of_sdpa()} {of_earlier()} {CHANGED} "
+        f"{stalled * bool(fifths)} "
+        f"Measured on {machine()}: bfloat16, 32 heads of 64, a table with a row per distance. "
+        "[All figures](docs/benchmarks.md#on-an-h100).",
     ]
     head = ["one attention call on an H100", "forward", "÷ SDPA", "forward + backward", "÷ SDPA"]
     return "\n\n".join([markdown_table(head, body), *parts])
@@ -156,23 +156,26 @@ def of_sdpa() -> str:
         rows = timed(group)
         found[group] = [over(rows[case, OURS, both], rows[case, FLASH, both]) for case in cases(rows)]
     return (
-        f"Over all calls timed, forward + backward is {spread(found['long'] + found['t5'])} times SDPA from 512 tokens on "
+        f"Of all calls timed, forward + backward is {spread(found['long'] + found['t5'])} times SDPA from 512 tokens on "
         f"(DeBERTa up to {max(found['deberta']):.1f}), and {spread(found['speech'])} times at 200 and 500 tokens, where CPU "
-        "launch overhead dominates."
+        "launch overhead dominates and dense was not timed."
     )
 
 
 def of_dense() -> str:
     """How much faster than the fastest dense method, in the calls where both were timed side by side."""
-    rows, found = timed("dense"), []
-    for case in cases(rows, head_dim="64", table="full"):
-        row = rows[case, OURS, "forward"]
-        pairs = [(fastest(rows, case, each, DENSE), rows[case, OURS, each]) for each in DIRECTIONS]
-        dense, ours = (" and ".join(digits(float(row["p50_ms"])) for row in each) for each in zip(*pairs, strict=True))
-        size = f"{row['batch']} x {int(row['seqlen']):,} tokens"
-        times = " and ".join(f"{over(*pair):.1f}x" for pair in pairs)
-        found.append(f"{ours} ms with {size}, where the fastest dense PyTorch takes {dense} ms ({times})")
-    return f"Timed side by side, forward and forward + backward, ours takes {'; and '.join(found)}."
+    rows = timed("dense")
+    shown = sorted(cases(rows, head_dim="64", table="full"), key=lambda case: int(rows[case, OURS, "forward"]["seqlen"]))
+    lengths = " and ".join(f"{int(rows[case, OURS, 'forward']['seqlen']):,}" for case in shown)
+
+    def slower(direction: str) -> str:
+        pairs = [(fastest(rows, case, direction, DENSE), rows[case, OURS, direction]) for case in shown]
+        return " and ".join(f"{over(*pair):.1f}x" for pair in pairs)
+
+    forward, both = map(slower, DIRECTIONS)
+    return (
+        f"Timed beside ours, the fastest dense PyTorch takes {forward} its time with {lengths} tokens ({both} with the backward)."
+    )
 
 
 def of_flex() -> str:
@@ -180,8 +183,8 @@ def of_flex() -> str:
     rows = timed("")
     forward, both = (spread(over(rows[case, FLEX, each], rows[case, OURS, each]) for case in cases(rows)) for each in DIRECTIONS)
     return (
-        f"Compiled FlexAttention is {forward}x slower forward and {both}x forward + backward, in "
-        f"{NUMBERS[len(cases(rows))]} configurations."
+        f"Compiled FlexAttention takes {forward}x its time ({both}x with the backward), in {NUMBERS[len(cases(rows))]} "
+        "configurations."
     )
 
 
@@ -203,8 +206,8 @@ def of_memory() -> str:
     length = max(length for length, each in found.items() if OURS in each and any(name in each for name in DENSE))
     dense = min(found[length][name] for name in DENSE if name in found[length])
     return (
-        f"Forward + backward of one sequence of {length:,} tokens with 8 heads peaks at {short_bytes(found[length][OURS])} above "
-        f"the inputs, dense PyTorch at {short_bytes(dense)}. The backward's workspace takes 256 MiB or more for large calls."
+        f"With {length:,} tokens and 8 heads, forward + backward peaks at {short_bytes(found[length][OURS])} above the inputs, "
+        f"256 MiB or more of them a workspace; dense PyTorch peaks at {short_bytes(dense)}."
     )
 
 

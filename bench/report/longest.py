@@ -97,6 +97,7 @@ def training(of: Encoder, frames: int, ours: bool, checkpointing: bool = False, 
 
 WAYS = {
     "inference": (forward, 4),
+    "inference in bfloat16": (lambda of, frames, ours: forward(of, frames, ours) / 2, 2),
     "training, every layer checkpointed": (lambda of, frames, ours: training(of, frames, ours, checkpointing=True), 16),
     "training": (training, 16),
 }

@@ -83,32 +83,61 @@ def test_tensors_of_transformers(way: str, ours: bool) -> None:
     assert allocated(model, given, way != "inference") == pytest.approx(expected, rel=NEAR)
 
 
+@pytest.mark.parametrize("ours", [False, True], ids=["stock", "enabled"])
+def test_tensors_in_bfloat16(ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SDPA's kernels for GPUs allocate no pairs; the one for the device meta does so, in float32."""
+    of = replace(ENCODERS[-1], **SMALL)
+    model = parakeet(of, ours).to("meta", torch.bfloat16)
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", lambda query, *_, **__: torch.empty_like(query))
+    given = {"input_features": torch.empty(1, of.factor * FRAMES, longest.MEL, device="meta", dtype=torch.bfloat16)}
+    count, _ = longest.WAYS["inference in bfloat16"]
+    assert allocated(model, given, False) == pytest.approx(count(of, FRAMES, ours), rel=NEAR)
+
+
 def test_tensors_of_transformers_on_a_cpu() -> None:
     of = replace(ENCODERS[-1], **SMALL | {"width": 32})
     given = {"input_features": torch.randn(1, of.factor * 512, longest.MEL)}
     assert allocated(parakeet(of, False), given, False) == pytest.approx(longest.forward(of, 512, False), rel=NEAR)
 
 
-@pytest.mark.skipif(not is_installed("nemo"), reason="not installed: make test-libraries")
-@pytest.mark.parametrize("of", [of for of in ENCODERS if of.pairs is EAGER], ids=lambda of: of.name)
-@pytest.mark.parametrize("ours", [False, True], ids=["stock", "enabled"])
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_tensors_of_nemo(of: Encoder, ours: bool, dropout: float) -> None:
-    """The same; there a dropout mask has 4 bytes per element, and the sinusoids are those of the longest call up to then."""
+NEMO = [of for of in ENCODERS if of.pairs is EAGER]
+needs_nemo = pytest.mark.skipif(not is_installed("nemo"), reason="not installed: make test-libraries")
+
+
+def conformer(of: Encoder, ours: bool, dropout: float, dtype: torch.dtype) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """One of NeMo on the device meta, and its input."""
     from tests.libraries.models import nemo
 
-    of = replace(of, **SMALL)
     sizes = {"feat_in": longest.MEL, "n_layers": of.layers, "d_model": of.width, "n_heads": of.heads}
     front = {"subsampling": "striding" if of.factor == 4 else "dw_striding", "subsampling_factor": of.factor}
     model = nemo(**sizes, **front, subsampling_conv_channels=of.channels, dropout=dropout, dropout_att=dropout)
     if ours:
         assert enable(model)
-    model.to("meta")
     mel = of.factor * FRAMES
-    given = {"audio_signal": torch.empty(1, longest.MEL, mel, device="meta"), "length": torch.tensor([mel], device="meta")}
+    given = {"audio_signal": torch.empty(1, longest.MEL, mel, device="meta", dtype=dtype)}
+    return model.to("meta", dtype), given | {"length": torch.tensor([mel], device="meta")}
+
+
+@needs_nemo
+@pytest.mark.parametrize("of", NEMO, ids=lambda of: of.name)
+@pytest.mark.parametrize("ours", [False, True], ids=["stock", "enabled"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_tensors_of_nemo(of: Encoder, ours: bool, dropout: float) -> None:
+    """The same; there a dropout mask has 4 bytes per element, and the sinusoids are those of the longest call up to then."""
+    of = replace(of, **SMALL)
+    model, given = conformer(of, ours, dropout, torch.float32)
     assert allocated(model, given, False) == pytest.approx(longest.forward(of, FRAMES, ours), rel=NEAR)
     expected = longest.training(replace(of, positions=2), FRAMES, ours, mask=4 if dropout else 0, gpu=False)
     assert allocated(model, given, True) == pytest.approx(expected, rel=NEAR)
+
+
+@needs_nemo
+@pytest.mark.parametrize("of", NEMO, ids=lambda of: of.name)
+@pytest.mark.parametrize("ours", [False, True], ids=["stock", "enabled"])
+def test_tensors_of_nemo_in_bfloat16(of: Encoder, ours: bool) -> None:
+    of = replace(of, **SMALL)
+    count, _ = longest.WAYS["inference in bfloat16"]
+    assert allocated(*conformer(of, ours, 0.0, torch.bfloat16), False) == pytest.approx(count(of, FRAMES, ours), rel=NEAR)
 
 
 def test_the_measured_hour() -> None:
@@ -149,6 +178,7 @@ def test_the_citation_has_the_papers() -> None:
     entries = bibliography()
     software = entries.pop("triton_relattn")
     assert plain(software["title"]) == citation["title"] and software["version"] == citation["version"]
+    assert software["year"] == str(citation["date-released"])[:4]
     assert plain(software["author"]) == citation["authors"][0]["name"]
     of_page = {(plain(each["title"]), int(each["year"]), each.get("eprint")) for each in entries.values()}
     of_file = {

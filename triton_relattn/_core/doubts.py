@@ -279,11 +279,13 @@ def _of_hidden_keys(arguments: Arguments, tensors: AttentionTensors, spec: Atten
         return
     # The last query sees most in usual masks: the others are looked at only if it sees nothing.
     if _hides(mask[-1, -1, -1]) and _hides(mask):
-        _doubt("hidden by the mask", f"attn_mask hides every key of every query: {OPPOSITE}; {meant}")
+        _doubt(
+            "hidden by the mask", f"attn_mask hides every key of every query. {OPPOSITE if mask.dtype == torch.bool else ADDED}"
+        )
     elif mask.dtype == torch.bool and spec.max_seqlen_q == spec.max_seqlen_k and spec.window_right and _seems_opposite(mask):
         _doubt(
             "opposite mask",
-            f"attn_mask hides every key of some queries, and shows all others only keys at the end: {OPPOSITE}; {meant}",
+            f"attn_mask hides every key of some queries, and shows all others only keys at the end. {OPPOSITE}",
         )
 
 
@@ -293,9 +295,21 @@ def _sees_nothing(spec: AttentionSpec, offset: int) -> bool:
 
 
 OPPOSITE = (
-    "a bool mask is True where a query may attend (~attn_mask has the opposite meaning; in nn.RelativeMultiheadAttention, as in "
-    "torch.nn.MultiheadAttention, True hides), and a floating-point mask is added to the logits"
+    "A bool mask is True where a query may attend (in nn.RelativeMultiheadAttention, True hides): pass ~attn_mask, or "
+    "return_lse=True if this is meant"
 )
+ADDED = "A floating-point mask is added to the logits; return_lse=True says that this is meant"
+
+
+def _of_ones(mask: torch.Tensor | None) -> None:
+    """A floating-point mask of 0 and 1, probably a bool mask in another dtype. The last query sees most in usual masks."""
+    if mask is None or not mask.is_floating_point() or not mask.numel() or not has_values(mask):
+        return
+    if (mask[-1, -1, -1] == 1).any() and ((mask == 0) | (mask == 1)).all():
+        _doubt(
+            "mask of 0 and 1",
+            "attn_mask has only 0 and 1 and is added to the logits; if 1 means may attend, pass attn_mask.bool()",
+        )
 
 
 def _seems_opposite(mask: torch.Tensor) -> bool:
@@ -318,6 +332,7 @@ def _warn_of_doubts(arguments: Arguments, tensors: AttentionTensors, spec: Atten
     if known.num_rows is None:
         _of_past_rows(arguments, tensors, spec, known.lengths)
     _of_hidden_keys(arguments, tensors, spec, known.offsets)
+    _of_ones(tensors.attn_mask)
 
 
 def _doubt(about: str, text: str) -> None:

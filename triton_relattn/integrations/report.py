@@ -37,7 +37,7 @@ class Row:
 class Compared:
     """The calls of a model's modules that were compared with the stock forward, and those that could not be.
 
-    compared: how many. not_compared: for each reason, how many. differing: modules that are stock again, and how they differed.
+    compared: how many. not_compared: how many, by reason. differing: modules that are stock again, and how they differed.
     """
 
     compared: int = 0
