@@ -30,6 +30,7 @@ MORE = {
     "bench plot": "--out FOLDER",
     "bench verify": "--help",
     "bench readme": "--out FOLDER",
+    "triton_relattn tune": "--shape b1,h1,n20,d16",
     "triton_relattn measure": "--length 20 --seconds 0 --inputs tests.cpu.test_measure:inputs",
     "examples.": "--help",
 }
