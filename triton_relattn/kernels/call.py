@@ -323,12 +323,12 @@ class Call:
         self.common = Common(sequences, of_call.window, dropout, of_call.scaling)
         self.limits = {"first": spec.first, "last": spec.last}
         self.tensors = (*operands, *of_sequences, *of_dropout)
-        self.far_keys: torch.Tensor | None = None
-        self.described: tuple[Any, ...] | None = None  # for launches: these tensors, whose sizes and strides are fixed
+        self.described: Any = None  # for launches: these tensors, whose sizes and strides are fixed
 
     def add_far_keys(self, far_keys: torch.Tensor) -> None:
         """Give the terms of far keys to all kernels that are launched from now on; see far_keys.py."""
-        self.inputs, self.far_keys, self.described = self.inputs._replace(far_keys=strided(far_keys)), far_keys, None
+        self.inputs, self.described = self.inputs._replace(far_keys=strided(far_keys)), None
+        self.tensors += (far_keys,)
 
     def launch(self, name: str, kernel: Any, config: selection.TileConfig, programs: tuple[int, ...], **arguments: Any) -> None:
         """Launch one of selection.KERNELS, in so many programs, with the arguments that all kernels share.
@@ -349,7 +349,7 @@ class Call:
             **self.limits,
         }
         if self.described is None:
-            self.described = tuple([None if each is None else described(each) for each in (*self.tensors, self.far_keys)])
+            self.described = described(self.tensors)
         try:
             launch(kernel, programs, of_call, arguments, options, self.fixed.compiled, (name, config, self.described))
         except OutOfResources as error:
