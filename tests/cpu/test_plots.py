@@ -79,7 +79,7 @@ def test_mean_by_distance(offset: Any) -> None:
 def test_refuses() -> None:
     """Calls that are too long to be drawn, and a machine without matplotlib."""
     long = torch.zeros(1, 1, 5000, 1)
-    with pytest.raises(ValueError, match="at most 4096 x 4096 pairs"):
+    with pytest.raises(ValueError, match="limited to 4096 x 4096 pairs, got 5000 x 5000"):
         plots.attention_maps(long, long)
     program = """
 import sys, torch
