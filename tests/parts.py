@@ -8,12 +8,11 @@ import torch
 
 from triton_relattn._core.arguments import Arguments
 from triton_relattn._core.dropout import draw_seed, origins_of
-from triton_relattn._core.grids import GridTensors
+from triton_relattn._core.grids import GridSpec, GridTensors
 from triton_relattn._core.spec import AttentionSpec, AttentionTensors
 from triton_relattn._core.validation import resolve
 from triton_relattn._implementations import IMPLEMENTATIONS
-from triton_relattn._operators.grids import grid_attention
-from triton_relattn._operators.ops import relative_attention
+from triton_relattn._operators import grid_attention, relative_attention
 
 
 def resolved(*tensors: torch.Tensor | None, **arguments: Any) -> tuple[AttentionTensors, AttentionSpec]:
@@ -41,4 +40,4 @@ def attend_on_a_grid(
 ) -> torch.Tensor:
     """out of a call on a grid, which has the dropout of another one."""
     tensors = GridTensors(*call[:3], rel_h, rel_w, call.dropout_seed, call.dropout_origins)
-    return grid_attention(tensors, 0.3, dropout_p, IMPLEMENTATIONS[implementation])
+    return grid_attention(tensors, GridSpec(0.3, dropout_p), IMPLEMENTATIONS[implementation])

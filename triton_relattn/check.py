@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import testing
-from ._implementations import can_run_triton, hardware
+from ._implementations import can_run_triton, remember_check
 from ._reference import reference_attention
 from .functional import fused_relative_attention
 from .grids import decomposed_relative_attention
@@ -191,6 +191,6 @@ def main(device: str = "cuda", length: int = 1100, dtype: torch.dtype = torch.bf
             "python -m triton_relattn."
         )
         return 1
-    if device == "cuda" and not hardware.remember_check(torch.device("cuda", torch.cuda.current_device())):
+    if device == "cuda" and not remember_check(torch.device("cuda", torch.cuda.current_device())):
         print("The pass could not be remembered: the folder of TRITON_RELATTN_CACHE cannot be written.", file=sys.stderr)
     return 0

@@ -17,17 +17,27 @@ from torch.distributed.tensor import DTensor
 from ._core import removed, validation
 from ._core.arguments import Arguments
 from ._core.spec import TABLES, AttentionSpec, AttentionTensors
-from ._distributed.collectives import SummedGradients, gathered, name_of
+from ._distributed.attention import (
+    Layout,
+    SummedGradients,
+    attend,
+    cut,
+    gather_sizes,
+    group_name,
+    join,
+    layout_of_ranks,
+    num_positions,
+    zigzag,
+)
 from ._distributed.dtensors import attend_dtensors
-from ._distributed.exchange import METHODS, attend
-from ._distributed.sharding import Sharding, zigzag
+from ._distributed.strategies import draw_dropout, with_wide_tables
 from ._implementations import choose_implementation
-from ._operators.sharding import draw_dropout, with_wide_tables
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["fused_relative_attention", "fused_relative_attention_varlen", "shard", "unshard"]
+METHODS = ("gather", "all_to_all")
 
 
 def fused_relative_attention(
@@ -84,9 +94,9 @@ def fused_relative_attention(
     Sources: Grattafiori et al., "The Llama 3 Herd of Models", 2024 (gathered keys); Brandon et al., "Striped Attention", 2023
     (balance); Jacobs et al., "DeepSpeed Ulysses", 2023.
     """
-    given = Arguments.of(query, key, value, rel_key, **options)
-    sizes, others = (shard_sizes, key_shard_sizes), {"method": method, "layout": layout, "return_lse": return_lse}
-    out, lse = _attend(given, group, reduce_tables, sizes, implementation, **others)
+    arguments = Arguments.of(query, key, value, rel_key, **options)
+    sizes = shard_sizes, key_shard_sizes
+    out, lse = _attend(arguments, group, method, layout, sizes, reduce_tables, return_lse, implementation)
     return (out, lse) if return_lse else out
 
 
@@ -123,9 +133,9 @@ def fused_relative_attention_varlen(
         out (the rank's queries, Hq, Dv), with return_lse also lse (Hq, the rank's queries).
     """
     starts, longest = {"q": cu_seqlens_q, "k": cu_seqlens_k}, {"q": max_seqlen_q, "k": max_seqlen_k}
-    given = Arguments.of(query, key, value, rel_key, **options, cu_seqlens=starts, max_seqlens=longest)
-    sizes, others = (shard_sizes, key_shard_sizes), {"method": method, "layout": layout, "return_lse": return_lse}
-    out, lse = _attend(given, group, reduce_tables, sizes, implementation, **others)
+    arguments = Arguments.of(query, key, value, rel_key, **options, cu_seqlens=starts, max_seqlens=longest)
+    sizes = shard_sizes, key_shard_sizes
+    out, lse = _attend(arguments, group, method, layout, sizes, reduce_tables, return_lse, implementation)
     out = out[0].transpose(0, 1)
     return (out, lse[0]) if return_lse else out
 
@@ -138,39 +148,30 @@ def shard(
     Example:
         >>> tokens = shard(tokens, 1, layout="zigzag")  # (B, N) to (B, about N / ranks) # doctest: +SKIP
     """
-    _, rank, size = _of_group(group)
-    sharding = _even(tensor.shape[dim], size, layout)
-    parts = [tensor.narrow(dim, piece.positions.start, len(piece.positions)) for piece in sharding.pieces[rank]]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    _, rank, size = _process_group(group)
+    total = tensor.shape[dim]
+    even = [total // size + (number < total % size) for number in range(size)]
+    ranks = zigzag(total, size) if layout == "zigzag" else layout_of_ranks(layout, even)
+    return cut(tensor, ranks[rank], dim)
 
 
 def unshard(
     tensor: torch.Tensor, dim: int, group: dist.ProcessGroup | DeviceMesh | None = None, layout: str = "contiguous"
 ) -> torch.Tensor:
     """Return the whole of a tensor that :func:`shard` has cut, on every rank. Not differentiable."""
-    process_group, _, size = _of_group(group)
-    mine = tensor.detach().movedim(dim, 0).contiguous()
-    sizes = gathered((mine.shape[0],), mine.device, process_group)
-    sharding = Sharding.of(layout, [each for (each,) in sizes])
-    shards = [mine.new_empty(sharding.size(each), *mine.shape[1:]) for each in range(size)]
-    # One broadcast each: gloo gathers only what is of one size.
-    for each, part in enumerate(shards):
-        if each == dist.get_rank(process_group):
-            part.copy_(mine)
-        if part.numel():
-            dist.broadcast(part, group=process_group, group_src=each)
-    return torch.cat([piece.of(shards[each], 0) for each, piece in sharding.in_order()]).movedim(0, dim)
+    process_group, _, _ = _process_group(group)
+    own = tensor.detach().movedim(dim, 0)
+    sizes = [size for (size,) in gather_sizes((own.shape[0],), own.device, process_group)]
+    padded = own.new_zeros(max(sizes), *own.shape[1:])  # gloo gathers only what is of one size
+    padded[: own.shape[0]] = own
+    gathered = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(gathered, padded, group=process_group)
+    shards = [shard[:size] for shard, size in zip(gathered, sizes, strict=True)]
+    return join(shards, layout_of_ranks(layout, sizes), 0).movedim(0, dim)
 
 
-def _even(total: int, size: int, layout: str) -> Sharding:
-    """The sharding of so many positions over so many ranks that :func:`shard` makes."""
-    if layout == "zigzag":
-        return Sharding(tuple(zigzag(total, size)))
-    return Sharding.of(layout, [total // size + (rank < total % size) for rank in range(size)])
-
-
-def _of_group(group: dist.ProcessGroup | DeviceMesh | None) -> tuple[Any, int, int]:
-    """The process group, the rank in it, and its size."""
+def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> tuple[Any, int, int]:
+    """Return the process group, the rank in it, and its size."""
     if group is not None and not isinstance(group, dist.ProcessGroup):
         if not hasattr(group, "get_group"):
             raise TypeError(f"group must be a ProcessGroup, a DeviceMesh or None, got {type(group).__name__}")
@@ -183,93 +184,89 @@ def _of_group(group: dist.ProcessGroup | DeviceMesh | None) -> tuple[Any, int, i
     return group, dist.get_rank(group), dist.get_world_size(group)
 
 
-def _sizes(
-    query: torch.Tensor, key: torch.Tensor, dim: int, group: Any, given: Sequence[int] | None, given_keys: Sequence[int] | None
+def _sizes_of_ranks(
+    arguments: Arguments, group: Any, shard_sizes: Sequence[int] | None, key_shard_sizes: Sequence[int] | None
 ) -> tuple[list[int], list[int]]:
-    """How many queries and keys each rank has."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    rank_has = [tensor.shape[dim] if isinstance(tensor, torch.Tensor) and tensor.dim() > dim else 0 for tensor in (query, key)]
-    if given is None and given_keys is not None:
-        raise ValueError("key_shard_sizes needs shard_sizes, the number of queries of each rank")
-    if given is None:
-        every = gathered(rank_has, query.device, group)
-        queries, keys = ([each[which] for each in every] for which in (0, 1))
-        return queries, keys
-    queries, keys = list(given), list(given if given_keys is None else given_keys)
-    for name, sizes, has in (("shard_sizes", queries, rank_has[0]), ("key_shard_sizes", keys, rank_has[1])):
+    """Return how many queries and keys each rank has."""
+    _, rank, size = _process_group(group)
+    dim = 2 if arguments.cu_seqlens is None else 0
+    own = [
+        tensor.shape[dim] if isinstance(tensor, torch.Tensor) and tensor.dim() > dim else 0  # else resolve raises, on all ranks
+        for tensor in (arguments.query, arguments.key)
+    ]
+    if shard_sizes is None:
+        if key_shard_sizes is not None:
+            raise ValueError("key_shard_sizes needs shard_sizes, the number of queries of each rank")
+        queries, keys = zip(*gather_sizes(own, arguments.query.device, group), strict=True)
+        return list(queries), list(keys)
+    queries, keys = list(shard_sizes), list(shard_sizes if key_shard_sizes is None else key_shard_sizes)
+    for name, sizes, has in (("shard_sizes", queries, own[0]), ("key_shard_sizes", keys, own[1])):
         if len(sizes) != size or sizes[rank] != has:
             raise ValueError(f"{name} must have one number per rank ({size} ranks), {has} for rank {rank}, got {sizes}")
     return queries, keys
 
 
-def _resolved(arguments: Arguments, queries: Sharding, keys: Sharding) -> tuple[AttentionTensors, AttentionSpec]:
+def _resolve(arguments: Arguments, queries: Layout, keys: Layout) -> tuple[AttentionTensors, AttentionSpec]:
     """Check the call as one of the whole sequence, by tensors without memory in its shape; return it with the rank's own."""
     given, packed = arguments.by_name(), arguments.cu_seqlens is not None
     dim, rank = (0, 3) if packed else (2, 4)
-    totals = {"query": queries.total, "key": keys.total, "value": keys.total, "rel_query": queries.total}
+    num_queries, num_keys = (sum(map(num_positions, layout)) for layout in (queries, keys))
+    totals = {"query": num_queries, "key": num_keys, "value": num_keys, "rel_query": num_queries}
     whole = {}
     for name, total in totals.items():
-        tensor = given.get(name)
+        tensor = given[name]
         if isinstance(tensor, torch.Tensor) and tensor.dim() == rank:
             shape = (*tensor.shape[:dim], total, *tensor.shape[dim + 1 :])
             whole[name] = tensor.new_empty((1,) * rank).expand(shape)
     for name, other in (("value", "key"), ("rel_query", "query")):
         if {name, other} <= whole.keys() and given[name].shape[dim] != given[other].shape[dim]:
             raise ValueError(f"{name} must have {other}'s {given[other].shape[dim]} positions, got {given[name].shape[dim]}")
-    own = given.get("attn_mask")
-    if isinstance(own, torch.Tensor) and own.dim() > 1 and own.shape[-2] != 1 and "query" in whole:
-        num_queries = given["query"].shape[2]
-        if own.shape[-2] != num_queries:
-            raise ValueError(
-                f"attn_mask must have one row per query of the rank ({num_queries}), or one row, got {own.shape[-2]}"
-            )
-        stand_in = own.new_ones(()).expand(*own.shape[:-2], queries.total, own.shape[-1])
-        whole["attn_mask"] = stand_in.requires_grad_(own.requires_grad)
+    mask = given["attn_mask"]
+    if isinstance(mask, torch.Tensor) and mask.dim() > 1 and mask.shape[-2] != 1 and "query" in whole:
+        if mask.shape[-2] != arguments.query.shape[2]:
+            has = arguments.query.shape[2]
+            raise ValueError(f"attn_mask must have one row per query of the rank ({has}), or one row, got {mask.shape[-2]}")
+        stand_in = mask.new_ones(()).expand(*mask.shape[:-2], num_queries, mask.shape[-1])
+        whole["attn_mask"] = stand_in.requires_grad_(mask.requires_grad)
     tensors, spec = validation.resolve(arguments.replaced(**whole))
-    local = {name: given[name] for name in totals if given.get(name) is not None}
+    local = {name: given[name] for name in totals if given[name] is not None}
     if packed:
         local = {name: tensor.transpose(0, 1)[None] for name, tensor in local.items()}
-    if own is not None and "attn_mask" in whole:
-        local["attn_mask"] = own.reshape((1,) * (4 - own.dim()) + tuple(own.shape))
+    if "attn_mask" in whole:
+        local["attn_mask"] = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
     return tensors._replace(**local), spec
 
 
 def _attend(
     arguments: Arguments,
     group: Any,
-    reduce_tables: bool,
+    method: str,
+    layout: str,
     shard_sizes: tuple[Sequence[int] | None, Sequence[int] | None],
+    reduce_tables: bool,
+    return_lse: bool,
     implementation: str | None,
-    **others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse of a call by its arguments. others: method, layout and return_lse."""
-    if others["method"] not in METHODS:
-        name = others["method"]
-        hint = f"; {removed.removed('it', removed.METHODS[name])}" if name in removed.METHODS else ""
-        raise ValueError(f"method must be one of {tuple(METHODS)}, got {name!r}{hint}")
-    arguments = arguments.autocast().replaced(return_lse=others["return_lse"])
-    is_spread = isinstance(arguments.query, DTensor)
-    if is_spread:
+    """Return out and lse of a call by its arguments."""
+    if method not in METHODS:
+        hint = f"; {removed.removed('it', removed.METHODS[method])}" if method in removed.METHODS else ""
+        raise ValueError(f"method must be one of {METHODS}, got {method!r}{hint}")
+    arguments = arguments.autocast().replaced(return_lse=return_lse)
+    is_dtensor = isinstance(arguments.query, DTensor)
+    if is_dtensor:
         tensors, spec = validation.resolve(arguments)
     else:
-        process_group, _, _ = _of_group(group)
-        dim = 2 if arguments.cu_seqlens is None else 0
-        sizes = _sizes(arguments.query, arguments.key, dim, process_group, *shard_sizes)
-        tensors, spec = _resolved(arguments, *(Sharding.of(others["layout"], each) for each in sizes))
+        group, _, _ = _process_group(group)
+        layouts = [layout_of_ranks(layout, sizes) for sizes in _sizes_of_ranks(arguments, group, *shard_sizes)]
+        tensors, spec = _resolve(arguments, *layouts)
     chosen = choose_implementation(implementation, tensors.query, tensors.value, tensors.rel_query)
     if spec.dropout_p > 0:
         tensors = tensors._replace(**draw_dropout(tensors.query, tensors.num_sequences))
-    if is_spread:
-        return attend_dtensors(with_wide_tables(tensors), spec, chosen, **others)
-    if reduce_tables:
-        tensors = _with_summed_gradients(tensors, process_group)
-    return attend(tensors, spec, chosen, process_group, sizes=sizes, **others)
-
-
-def _with_summed_gradients(tensors: AttentionTensors, group: Any) -> AttentionTensors:
-    learned = {name: getattr(tensors, name) for name in TABLES if getattr(tensors, name) is not None}
-    learned = {name: table for name, table in learned.items() if table.requires_grad}
-    if not learned or not torch.is_grad_enabled():
-        return tensors
-    summed = SummedGradients.apply(name_of(group), *learned.values())
-    return tensors._replace(**dict(zip(learned, summed, strict=True)))
+    if is_dtensor:
+        return attend_dtensors(with_wide_tables(tensors), spec, chosen, method, layout, return_lse)
+    tables = {name: getattr(tensors, name) for name in TABLES if getattr(tensors, name) is not None}
+    tables = {name: table for name, table in tables.items() if table.requires_grad}
+    if reduce_tables and tables and torch.is_grad_enabled():
+        summed = SummedGradients.apply(group_name(group), *tables.values())
+        tensors = tensors._replace(**dict(zip(tables, summed, strict=True)))
+    return attend(tensors, spec, chosen, group, *layouts, method, return_lse)

@@ -11,9 +11,9 @@ from ._core import validation
 from ._core.arguments import Arguments, Terms
 from ._core.names import refuse_unknown
 from ._core.spec import AttentionSpec, AttentionTensors
+from ._distributed.strategies import draw_dropout, shards_positions, with_wide_tables
 from ._jagged import attend_jagged, is_jagged
-from ._operators import ops
-from ._operators.sharding import draw_dropout, shards_positions, with_wide_tables
+from ._operators import relative_attention
 from .positions import RelativePositions
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def _attend(
             from ._distributed.dtensors import attend_dtensors
 
             return attend_dtensors(tensors, spec, implementation)
-    return ops.relative_attention(tensors, spec, implementation, return_lse)
+    return relative_attention(tensors, spec, implementation, return_lse)
 
 
 class OptionsVarlen(TypedDict, total=False):

@@ -6,24 +6,22 @@ the key that is farthest below, or to the right of, the query.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 
 from ._core.dropout import keep_mask, keep_scale
 from ._core.dtypes import autocast_dtype, cast, without_autocast
-from ._core.grids import GridTensors, grid_terms
+from ._core.grids import GridSpec, GridTensors, grid_terms
 from ._core.validation import check_number, check_operand, check_pair, check_probability
 from ._core.warn import warn_once
-from ._implementations import choose_implementation
-from ._operators.grids import grid_attention
-from ._operators.sharding import draw_dropout, widened
+from ._distributed.strategies import draw_dropout, widened
+from ._implementations import REFERENCE, choose_implementation
+from ._operators import grid_attention
 
 Grid = tuple[int, int]
 """Height and width."""
-
-
-MOST_ROWS = 3072
+MAX_EMBEDDING_ROWS = 3072
 """Rows whose gradient torch's embedding sums in one kernel on a GPU. With more it sorts them, and on an H100 with torch 2.11 the
 gradients of tables of 4,096 and 4,900 did not repeat bit for bit."""
 
@@ -94,20 +92,18 @@ def decomposed_relative_attention(
         torch.Size([1, 2, 24, 16])
     """
     if (dtype := autocast_dtype(query)) is not None:
-        query, key, value, rel_pos_h, rel_pos_w = (cast(each, dtype) for each in (query, key, value, rel_pos_h, rel_pos_w))
+        query, key, value, rel_pos_h, rel_pos_w = (cast(tensor, dtype) for tensor in (query, key, value, rel_pos_h, rel_pos_w))
     grid, key_grid, scale = _check(query, key, value, rel_pos_h, rel_pos_w, grid, key_grid, scale)
-    dropout_p = check_probability("dropout_p", dropout_p)
+    spec = GridSpec(scale, check_probability("dropout_p", dropout_p))
     chosen = choose_implementation(implementation, query, value)
-    if not chosen.is_dense:
+    if chosen is not REFERENCE:
         # A row of a table belongs to many pairs, the sum of whose gradients is rounded once.
-        rel_pos_h, rel_pos_w = (widened(each, query) for each in (rel_pos_h, rel_pos_w))
+        rel_pos_h, rel_pos_w = widened(rel_pos_h, query), widened(rel_pos_w, query)
     with without_autocast(query.device):
-        tensors = GridTensors(query, key, value, *_tables(rel_pos_h, rel_pos_w, grid, key_grid))
-        if dropout_p > 0:
+        tensors = GridTensors(query, key, value, *_pair_tables(rel_pos_h, rel_pos_w, grid, key_grid))
+        if spec.dropout_p > 0:
             tensors = tensors._replace(**draw_dropout(query, query.shape[0]))
-        if chosen.is_dense:
-            return _reference(tensors, scale, dropout_p)
-        return grid_attention(tensors, scale, dropout_p, chosen)
+        return _reference(tensors, spec) if chosen is REFERENCE else grid_attention(tensors, spec, chosen)
 
 
 def append_decomposed_positions(
@@ -146,54 +142,49 @@ def append_decomposed_positions(
         torch.Size([1, 2, 24, 16])
     """
     grid, key_grid, scale = _check(query, key, key, rel_pos_h, rel_pos_w, grid, key_grid, scale)
-    tensors = GridTensors(query, key, key, *_tables(rel_pos_h, rel_pos_w, grid, key_grid))
-    prefix, terms = tensors.prefix, grid_terms(tensors.by_place(query), tensors.rel_h, tensors.rel_w)
-    of_rows, of_columns = (torch.nn.functional.pad(each.flatten(2, 3), (0, 0, prefix, 0)) for each in terms)
-    (height, width), options = key_grid, {"dtype": key.dtype, "device": key.device}
-    place = torch.cat(
-        [
-            torch.eye(height, **options).repeat_interleave(width, 0),  # type: ignore[call-overload]
-            torch.eye(width, **options).repeat(height, 1),  # type: ignore[call-overload]
-        ],
-        1,
-    )
-    place = torch.nn.functional.pad(place, (0, 0, prefix, 0)).expand(*key.shape[:2], -1, -1)
-    return torch.cat([scale * query, of_rows, of_columns], -1), torch.cat([key, place], -1)
+    tensors = GridTensors(query, key, key, *_pair_tables(rel_pos_h, rel_pos_w, grid, key_grid))
+    prefix, (height, width) = tensors.prefix, key_grid
+    row_terms, column_terms = grid_terms(tensors.by_place(query), tensors.rel_h, tensors.rel_w)
+    eye = partial(torch.eye, dtype=key.dtype, device=key.device)
+    one_hot = torch.cat([eye(height).repeat_interleave(width, 0), eye(width).repeat(height, 1)], 1)
+    one_hot = torch.nn.functional.pad(one_hot, (0, 0, prefix, 0)).expand(*key.shape[:2], -1, -1)
+    terms = torch.nn.functional.pad(torch.cat([row_terms, column_terms], -1).flatten(2, 3), (0, 0, prefix, 0))
+    return torch.cat([scale * query, terms], -1), torch.cat([key, one_hot], -1)
 
 
-def _tables(rel_pos_h: torch.Tensor, rel_pos_w: torch.Tensor, grid: Grid, key_grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
-    """R_h[y_i - y_j] and R_w[x_i - x_j] for each pair of rows and of columns, (query side, key side, D)."""
-    return tuple(map(_of_pairs, (rel_pos_h, rel_pos_w), grid, key_grid))  # type: ignore[return-value]
+def _pair_tables(table_h: torch.Tensor, table_w: torch.Tensor, grid: Grid, key_grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return R_h[y_i - y_j] and R_w[x_i - x_j] of pairs of rows and of pairs of columns, (query side, key side, D)."""
+    return _pair_table(table_h, grid[0], key_grid[0]), _pair_table(table_w, grid[1], key_grid[1])
 
 
-def _of_pairs(table: torch.Tensor, query_side: int, key_side: int) -> torch.Tensor:
-    """The row of each pair of coordinates, (query side, key side, D), of a table that is first brought to its length."""
+def _pair_table(table: torch.Tensor, query_side: int, key_side: int) -> torch.Tensor:
+    """Return the table's row of each pair of coordinates, (query side, key side, D), once it is interpolated to its length."""
     length = 2 * max(query_side, key_side) - 1
     if table.shape[0] != length:
         table = torch.nn.functional.interpolate(table.mT[None], size=length, mode="linear")[0].mT
     # In float32, as the models: where the ratio of the sides is no whole number, its rounding decides on rows.
     query_step, key_step = max(key_side / query_side, 1.0), max(query_side / key_side, 1.0)
-    # Made by the table, they are DTensors if it is one.
+    # new_ones of the table, so that these are DTensors if it is one.
     queries, keys = (table.new_ones(side, dtype=torch.int64).cumsum(0) - 1 for side in (query_side, key_side))
     queries, keys = queries[:, None] * query_step, keys[None, :] * key_step
     rows = (queries - keys + (key_side - 1) * key_step).long()
     # An embedding's gradient, unlike that of indexing, is a sum in an order that repeats: on a GPU that of few enough rows.
-    parts = [torch.nn.functional.embedding(part, table) for part in rows.split(max(1, MOST_ROWS // key_side))]
+    parts = [torch.nn.functional.embedding(part, table) for part in rows.split(max(1, MAX_EMBEDDING_ROWS // key_side))]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _reference(tensors: GridTensors, scale: float, dropout_p: float) -> torch.Tensor:
-    """out as :func:`decomposed_relative_attention` defines it, densely."""
+def _reference(tensors: GridTensors, spec: GridSpec) -> torch.Tensor:
+    """Compute out as :func:`decomposed_relative_attention` defines it, densely."""
     query, key, value, rel_h, rel_w, seed, _ = tensors
     prefix, batch, num_heads = tensors.prefix, *query.shape[:2]
-    of_rows, of_columns = grid_terms(tensors.by_place(query), rel_h, rel_w)
-    terms = (of_rows[..., :, None] + of_columns[..., None, :]).flatten(4, 5).flatten(2, 3)
-    logits = scale * (query @ key.mT) + torch.nn.functional.pad(terms, (prefix, 0, prefix, 0))
+    row_terms, column_terms = grid_terms(tensors.by_place(query), rel_h, rel_w)
+    terms = (row_terms[..., :, None] + column_terms[..., None, :]).flatten(4, 5).flatten(2, 3)
+    logits = spec.scale * (query @ key.mT) + torch.nn.functional.pad(terms, (prefix, 0, prefix, 0))
     probs = logits.softmax(-1)
     if seed is not None:
-        sequence, head, place = (torch.arange(size, device=seed.device) for size in (batch, num_heads, query.shape[2]))
-        keep = keep_mask(seed, dropout_p, sequence.view(-1, 1, 1, 1), head.view(-1, 1, 1), place[:, None], slice(0, key.shape[2]))
-        probs = probs * keep * keep_scale(dropout_p)
+        sequence, head, row = (torch.arange(size, device=seed.device) for size in (batch, num_heads, query.shape[2]))
+        counters = sequence.view(-1, 1, 1, 1), head.view(-1, 1, 1), row[:, None], slice(0, key.shape[2])
+        probs = probs * keep_mask(seed, spec.dropout_p, *counters) * keep_scale(spec.dropout_p)
     return probs @ value
 
 
@@ -212,10 +203,10 @@ def _check(
     Raises:
         ValueError, TypeError: the arguments are not as :func:`decomposed_relative_attention` wants them.
     """
-    named: dict[str, Any] = {"query": query, "key": key, "value": value, "rel_pos_h": rel_pos_h, "rel_pos_w": rel_pos_w}
-    for name, tensor in named.items():
+    operands, tables = {"query": query, "key": key, "value": value}, {"rel_pos_h": rel_pos_h, "rel_pos_w": rel_pos_w}
+    for name, tensor in (operands | tables).items():
         check_operand(name, tensor, query)
-    for name, tensor in tuple(named.items())[:3]:
+    for name, tensor in operands.items():
         if tensor.dim() != 4:
             raise ValueError(f"{name} must have shape (B, H, N, width), got {tuple(tensor.shape)}")
     grid = check_pair("grid", "(height, width)", grid)
@@ -235,7 +226,7 @@ def _check(
         )
     if value.shape[:3] != key.shape[:3]:
         raise ValueError(f"value must have shape (B, H, Nk, Dv) with {tuple(key.shape[:3])}, got {tuple(value.shape)}")
-    for name, table in tuple(named.items())[3:]:
+    for name, table in tables.items():
         if table.dim() != 2 or table.shape[0] < 1 or table.shape[1] != width:
             raise ValueError(f"{name} must have shape (rows, {width}), got {tuple(table.shape)}")
     rows, wanted = [rel_pos_h.shape[0], rel_pos_w.shape[0]], [2 * max(sides) - 1 for sides in zip(grid, key_grid, strict=True)]

@@ -32,7 +32,7 @@ def measure(kind: str, calls: int) -> dict[str, float]:
     from bench.compiled import selected_for
     from tools.stub_gpu import stub_gpu
     from triton_relattn import RelativePositions, fused_relative_attention
-    from triton_relattn._implementations import kernels as implementations
+    from triton_relattn import _implementations as implementations
 
     torch.set_num_threads(1)
     positions = {"plain": None, "full": RelativePositions(1 - SHAPE[2], SHAPE[2] - 1), "clamp": RelativePositions(-8, 8)}[kind]

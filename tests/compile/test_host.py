@@ -8,7 +8,7 @@ import pytest
 
 from bench.__main__ import main
 from bench.verbs import host
-from triton_relattn._implementations import kernels as implementations
+from triton_relattn import _implementations as implementations
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from triton_relattn import _implementations as implementations
 from triton_relattn import check
 from triton_relattn._core import warn
-from triton_relattn._implementations import hardware
 
 LENGTH, GPU = 33, torch.device("cuda", 0)
 
@@ -79,14 +79,14 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a new process."""
     monkeypatch.setattr(warn, "_given", set())
-    hardware.identity.cache_clear()
-    hardware.is_checked.cache_clear()
+    implementations.hardware_identity.cache_clear()
+    implementations.is_checked.cache_clear()
 
 
 def warned() -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        hardware.warn_of_unchecked(GPU)
+        implementations.warn_of_unchecked(GPU)
     return [str(warning.message) for warning in caught]
 
 
@@ -99,7 +99,7 @@ def test_a_check_ends_the_warning(a_gpu: None, monkeypatch: pytest.MonkeyPatch) 
     """For this GPU, with these versions; without one it is given once."""
     (said,) = warned()
     assert '"python -m triton_relattn check" takes a minute' in said and warned() == []
-    assert hardware.remember_check(GPU)
+    assert implementations.remember_check(GPU)
     forget(monkeypatch)
     assert warned() == []
     monkeypatch.setattr(torch, "__version__", "9.9.9")
@@ -109,14 +109,14 @@ def test_a_check_ends_the_warning(a_gpu: None, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_folder_that_cannot_be_written(a_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A check is not remembered there, nor through a link to another file."""
-    hardware.remember_check(GPU)
+    implementations.remember_check(GPU)
     (stored,) = (tmp_path / "checked").iterdir()
     stored.unlink()
     (tmp_path / "other").write_text("kept")
     stored.symlink_to(tmp_path / "other")
-    assert not hardware.remember_check(GPU) and (tmp_path / "other").read_text() == "kept"
+    assert not implementations.remember_check(GPU) and (tmp_path / "other").read_text() == "kept"
     monkeypatch.setenv("TRITON_RELATTN_CACHE", str(tmp_path / "other"))
-    assert not hardware.remember_check(GPU)
+    assert not implementations.remember_check(GPU)
 
 
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -277,7 +277,7 @@ def test_the_operator(dropout_p: float) -> None:
     query, key, value, *_ = tensors(case, heads=1)
     leaves = [query, key, value, torch.randn(8, 4, 16), torch.randn(10, 5, 16)]
     of_dropout = (torch.tensor([5]), origins_of(query.shape[0], 1, query.device)) if dropout_p else (None, None)
-    arguments = (*(each.requires_grad_() for each in leaves), *of_dropout, 0.3, dropout_p, "triton")
+    arguments = (*(each.requires_grad_() for each in leaves), *of_dropout, 0.3, dropout_p, "triton", False)
     torch.library.opcheck(torch.ops.triton_relattn.grid_attention_forward.default, arguments)
 
 

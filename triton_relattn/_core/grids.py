@@ -1,4 +1,4 @@
-"""One call of attention on a grid, resolved: the tensors that every implementation gets, and the terms of its queries."""
+"""One call of attention on a grid, resolved: the tensors and scalars that every implementation gets, and the query's terms."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import torch
 
 
 class GridTensors(NamedTuple):
-    """One call. Positions before those of the grid (class tokens) have no terms: as many queries as keys."""
+    """All tensors of a call, those with gradients first. Field names are also the operator's schema (see _operators.py).
+
+    Positions before those of the grid (class tokens) have no terms: as many queries as keys.
+    """
 
     query: torch.Tensor  # (B, H, prefix + query height * query width, D)
     key: torch.Tensor  # (B, H, prefix + key height * key width, D)
@@ -26,6 +29,15 @@ class GridTensors(NamedTuple):
     def by_place(self, rows: torch.Tensor) -> torch.Tensor:
         """Return what belongs to the queries on the grid, (B, H, query height, query width, ...), of (B, H, N, ...)."""
         return rows[:, :, self.prefix :].unflatten(2, (self.rel_h.shape[0], self.rel_w.shape[0]))
+
+
+class GridSpec(NamedTuple):
+    """All of a call that is not a tensor. Field names and types are also the operator's schema (see _operators.py)."""
+
+    scale: float
+    """Factor of q.k."""
+    dropout_p: float = 0.0
+    """Dropout probability of the attention weights."""
 
 
 def grid_terms(by_place: torch.Tensor, rel_h: torch.Tensor, rel_w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

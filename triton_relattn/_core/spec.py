@@ -8,7 +8,7 @@ import torch
 
 
 class AttentionTensors(NamedTuple):
-    """All tensors of a call, those with gradients first. Field names are also the operator's schema (see _operators/ops.py).
+    """All tensors of a call, those with gradients first. Field names are also the operator's schema (see _operators.py).
 
     With cu_seqlens the batch is packed: query, key, value and rel_query hold all sequences one after the other in a single
     batch entry.
@@ -55,7 +55,7 @@ DIFFERENTIABLE = AttentionTensors._fields[:8]
 
 
 class AttentionSpec(NamedTuple):
-    """All of a call that is not a tensor. Field names and types are also the operator's schema (see _operators/ops.py)."""
+    """All of a call that is not a tensor. Field names and types are also the operator's schema (see _operators.py)."""
 
     scale: float
     """Factor of q.k."""

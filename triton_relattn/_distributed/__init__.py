@@ -1,1 +1,1 @@
-"""Attention over a sequence whose positions are spread over the ranks of a process group."""
+"""Attention over several ranks: DTensors, and sequences whose positions the ranks of a process group share."""

@@ -1,0 +1,136 @@
+"""DTensors: their tables and dropout, and the operators' sharding by batch and by heads.
+
+An import of this module does not import torch.distributed, which takes a second: the strategies are registered once a program
+has DTensor.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from .._core.dropout import draw_seed, origins_of
+from .._core.dtypes import compute_dtype
+from .._core.spec import TABLES, AttentionTensors, is_per_head
+from .._implementations import IMPLEMENTATIONS
+from .._operators import GRID, LATE_REGISTRATIONS, NUM_SAVED, SEQUENCE, AttentionOperator
+
+BATCH, HEADS, POSITIONS = range(3)
+"""What a dimension of a tensor may count: that of query, key and value. POSITIONS: those of queries, or of keys."""
+
+
+def shard_dim(name: str, tensor: torch.Tensor, kind: int) -> int | None:
+    """Return the dimension of a call's tensor that counts the batch, the heads or the positions; None: it has none to shard."""
+    if name in ("query", "key", "value", "rel_query"):
+        return kind
+    if name == "attn_mask":  # its positions are those of queries
+        return kind if tensor.shape[kind] > 1 else None
+    if name in TABLES:
+        return 0 if kind == HEADS and is_per_head(name, tensor) else None
+    if name == "dropout_origins":
+        return kind if kind in (BATCH, HEADS) else None
+    return 0 if kind == BATCH and name in ("key_lengths", "query_offsets") else None
+
+
+def shards_positions(query: torch.Tensor) -> bool:
+    """Return whether query is a DTensor whose positions are sharded: no operator alone computes such a call."""
+    return any(getattr(placement, "dim", None) == POSITIONS for placement in getattr(query, "placements", ()))
+
+
+def divides_key_heads(heads: int, key_heads: int, size: int) -> bool:
+    """Return whether so many ranks that share the heads each have, as a DTensor is cut, the key heads of their query heads."""
+    return heads == key_heads or key_heads % size == 0
+
+
+def widened(table: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Return a table in the compute dtype of query; the gradient of a DTensor is added up over shards before it is rounded."""
+    wide: Any = table.to(compute_dtype(query.dtype))
+    if wide is table or not hasattr(table, "placements"):
+        return wide  # type: ignore[no-any-return]
+    return wide.redistribute(placements=table.placements)  # type: ignore[no-any-return]
+
+
+def with_wide_tables(tensors: AttentionTensors) -> AttentionTensors:
+    """Return the tensors of a call with tables that are DTensors widened."""
+    tables = {name: getattr(tensors, name) for name in TABLES}
+    wide = {name: widened(table, tensors.query) for name, table in tables.items() if hasattr(table, "placements")}
+    return tensors._replace(**wide)
+
+
+def draw_dropout(query: torch.Tensor, num_sequences: int) -> dict[str, torch.Tensor]:
+    """Draw dropout_seed for a call; of DTensors also return dropout_origins, to be cut as query is.
+
+    All ranks of a mesh have the largest of their seeds, so that replicas stay replicas; it is that of one process if their
+    generators are in the same state.
+    """
+    seed = draw_seed(query.device)
+    if not hasattr(query, "placements"):
+        return {"dropout_seed": seed}
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    mesh: Any = query.device_mesh  # type: ignore[attr-defined]
+    replicated = [Replicate()] * mesh.ndim
+    for dim in range(mesh.ndim):  # distribute_tensor, which sends what the first rank has, cannot be traced (torch 2.13)
+        largest = [*replicated[:dim], Partial("max"), *replicated[dim + 1 :]]
+        seeds: Any = DTensor.from_local(seed, mesh, largest, run_check=False)
+        seed = seeds.redistribute(placements=replicated).to_local()
+    dropout = {"dropout_seed": seed, "dropout_origins": origins_of(num_sequences, query.shape[1], seed.device)}
+    return {name: DTensor.from_local(tensor, mesh, replicated, run_check=False) for name, tensor in dropout.items()}
+
+
+def register() -> None:
+    """Register sharding strategies with DTensor. Each mesh dimension may replicate everything, or shard the batch, or the heads.
+
+    Gradients of tables that the shards share are partial sums, which DTensor adds up. Packed batches are sharded by heads only.
+    Grouped heads are sharded only if the mesh divides the heads of the key, so that these stay with their heads of the query.
+    """
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.experimental import register_sharding
+
+    def kinds(tensors: Any) -> list[int | None]:
+        """Return what may be sharded: nothing (None), BATCH, HEADS."""
+        batch = [BATCH] if getattr(tensors, "cu_seqlens_q", None) is None else []
+        heads = divides_key_heads(tensors.query.shape[1], tensors.key.shape[1], tensors.query.mesh.size())
+        return [None, *batch, *([HEADS] if heads else [])]
+
+    def place(tensors: Any, kind: int | None) -> dict[str, Any]:
+        """Return the placement of each tensor of a call; None for those that are absent."""
+        dims = {
+            name: None if tensor is None or kind is None else shard_dim(name, tensor, kind) for name, tensor in tensors.items()
+        }
+        placed = {name: Replicate() if dim is None else Shard(dim) for name, dim in dims.items()}
+        return {name: None if tensor is None else placed[name] for name, tensor in tensors.items()}
+
+    # A strategy returns the placements of an operator's results and of its arguments, in each way to compute it.
+
+    def forward(operator: AttentionOperator, *arguments: Any) -> list[tuple[list[Any], list[Any]]]:
+        tensors, _, name, save_extra = operator.split(arguments)
+        has_stats, ways = IMPLEMENTATIONS[name].saves_stats, []
+        for kind in kinds(tensors):
+            result = Replicate() if kind is None else Shard(kind)
+            results = [result, result, result if has_stats else Replicate(), result if save_extra else Replicate()]
+            placed = list(place(tensors._asdict(), kind).values())
+            ways.append((results, placed + [None] * (len(arguments) - len(placed))))
+        return ways
+
+    def backward(operator: AttentionOperator, *arguments: Any) -> list[tuple[list[Any], list[Any]]]:
+        tensors, _, _, needs_grad = operator.split(arguments[NUM_SAVED:])
+        ways = []
+        for kind in kinds(tensors):
+            result, placed, grads = Replicate() if kind is None else Shard(kind), place(tensors._asdict(), kind), []
+            for name, needed in zip(operator.differentiable, needs_grad, strict=True):
+                grad = (placed[name] if needed else None) or Replicate()
+                is_part = needed and kind is not None and placed[name] == Replicate()  # the shards share the tensor
+                grads.append(Partial() if is_part else grad)
+            inputs = [None if tensor is None else result for tensor in arguments[:NUM_SAVED]] + list(placed.values())
+            ways.append((grads, inputs + [None] * (len(arguments) - len(inputs))))
+        return ways
+
+    for operator in (SEQUENCE, GRID):
+        register_sharding(operator.forward_op)(partial(forward, operator))
+        register_sharding(operator.backward_op)(partial(backward, operator))
+
+
+LATE_REGISTRATIONS["torch.distributed.tensor"] = register
