@@ -182,9 +182,9 @@ def worker(rank: int, ranks: int, length: int, folder: str) -> None:
     for name, make in MODELS.items():
         with Counted() as sent:
             losses, gradients = train(*make(length, True))
-        of_losses, of_gradients = expected[name]
-        loss = max(abs(one - other) for one, other in zip(losses, of_losses, strict=True))
-        gradient = max(float((gradients[each] - exact).abs().max()) for each, exact in of_gradients.items())
+        exact_losses, exact_gradients = expected[name]
+        loss = max(abs(one - other) for one, other in zip(losses, exact_losses, strict=True))
+        gradient = max(float((gradients[parameter] - exact).abs().max()) for parameter, exact in exact_gradients.items())
         if rank == 0:
             print(f"{name}, {ranks} ranks, length {length}, losses {', '.join(f'{each:.6f}' for each in losses)}")
             print(f"  differences from one process: {loss:.1e} of losses, {gradient:.1e} of gradients; rank 0 sent {sent}")

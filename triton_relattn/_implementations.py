@@ -96,14 +96,14 @@ class Blockwise(Implementation):
 
     def empty_results(self, tensors: Tensors, spec: Spec, save_extra: bool) -> Results:
         if isinstance(tensors, GridTensors):
-            return grids.new_out(tensors), *_nothing(tensors.query)
+            return grids.new_out(tensors), *_empty_stats(tensors.query)
         out, lse = new_like(tensors.query, tensors.value.shape[-1]), attention.new_lse(tensors, spec)
         return out, lse, *self._saved(tensors, spec, save_extra)
 
     def forward(self, tensors: Tensors, spec: Spec, save_extra: bool) -> Results:
         with without_autocast(tensors.query.device):
             if isinstance(tensors, GridTensors):
-                return grids.forward(tensors, spec.scale, spec.dropout_p), *_nothing(tensors.query)
+                return grids.forward(tensors, spec.scale, spec.dropout_p), *_empty_stats(tensors.query)
             softmax_stats, probs = self._saved(tensors, spec, save_extra)
             method = short if short.serves(tensors, spec) else attention
             out, lse = method.forward(tensors, spec, probs if save_extra else None)
@@ -140,7 +140,7 @@ class Blockwise(Implementation):
         return nothing, new((*query.shape[:3], tensors.key.shape[2]), dtype=dtype)
 
 
-def _nothing(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _empty_stats(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Allocate lse, softmax_stats and extra of attention on a grid that has none of them."""
     return query.new_empty((*query.shape[:2], 0)), query.new_empty(0), query.new_empty(0)
 
@@ -173,7 +173,7 @@ class Kernels(Implementation):
         query, value_width, dtype = tensors.query, tensors.value.shape[-1], compute_dtype(tensors.query.dtype)
         softmax_stats = query.new_empty((*query.shape[:2], 2, query.shape[2]), dtype=dtype)
         if isinstance(tensors, GridTensors):
-            lse, _, extra = _nothing(query)
+            lse, _, extra = _empty_stats(query)
             return query.new_empty(*query.shape[:3], value_width), lse, softmax_stats, extra
         out, lse = new_like(query, value_width), query.new_empty(query.shape[:3], dtype=dtype)
         return out, lse, softmax_stats, torch.empty_like(out) if save_extra else query.new_empty(0)
@@ -186,7 +186,7 @@ class Kernels(Implementation):
 
                 with without_autocast(query.device):  # products of the terms are torch's
                     out, softmax_stats = grid_forward(tensors, spec.scale, spec.dropout_p)
-                lse, _, extra = _nothing(query)
+                lse, _, extra = _empty_stats(query)
                 return out, lse, softmax_stats, extra
             from .kernels.forward import forward
 
@@ -216,7 +216,9 @@ class Kernels(Implementation):
 
 
 TRITON, BLOCKWISE, REFERENCE = Kernels(), Blockwise(), Reference()
-IMPLEMENTATIONS: dict[str, Implementation] = {each.name: each for each in (TRITON, BLOCKWISE, REFERENCE)}
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    implementation.name: implementation for implementation in (TRITON, BLOCKWISE, REFERENCE)
+}
 """By name, as the argument ``implementation`` and the operators' schemas have it."""
 
 

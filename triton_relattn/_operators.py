@@ -91,8 +91,10 @@ class AttentionOperator:
 
     def _backward(self, d_out, d_lse, out, lse, softmax_stats, extra, *arguments) -> tuple[torch.Tensor, ...]:  # type: ignore[no-untyped-def]
         tensors, spec, name, needs_grad = self.split(arguments)
-        if d_lse is not None:  # for a query that sees nothing, merging of partial results may give NaN
-            d_lse = d_lse.masked_fill(lse == -torch.inf, 0) if lse.shape[2] == d_out.shape[2] else None  # None: there is no lse
+        if d_lse is not None and lse.shape[2] != d_out.shape[2]:  # zeros of torch.func for an lse that is not there
+            d_lse = None
+        elif d_lse is not None:  # for a query that sees nothing, merging of partial results may give NaN
+            d_lse = d_lse.masked_fill(lse == -torch.inf, 0)
         grads = IMPLEMENTATIONS[name].backward(d_out, d_lse, out, softmax_stats, extra, tensors, spec, needs_grad)
         return tuple(d_out.new_empty(0) if grad is None else grad for grad in grads)
 
@@ -139,9 +141,9 @@ class AttentionOperator:
 def is_differentiated(tensors: Iterable[torch.Tensor | None]) -> bool:
     """Return whether a derivative by any of the tensors may be asked for, in reverse mode or in forward mode (which will be
     refused)."""
-    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:  # private: torch has no question for it
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
         return True
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    return not torch.compiler.is_compiling() and forward_ad._current_level >= 0  # private: torch has no question for it
 
 
 class OperatorFunction(torch.autograd.Function):

@@ -184,7 +184,7 @@ def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> tuple[Any, i
     return group, dist.get_rank(group), dist.get_world_size(group)
 
 
-def _sizes_of_ranks(
+def _rank_sizes(
     arguments: Arguments, group: Any, shard_sizes: Sequence[int] | None, key_shard_sizes: Sequence[int] | None
 ) -> tuple[list[int], list[int]]:
     """Return how many queries and keys each rank has."""
@@ -197,8 +197,8 @@ def _sizes_of_ranks(
     if shard_sizes is None:
         if key_shard_sizes is not None:
             raise ValueError("key_shard_sizes needs shard_sizes, the number of queries of each rank")
-        queries, keys = zip(*gather_sizes(own, arguments.query.device, group), strict=True)
-        return list(queries), list(keys)
+        ranks = gather_sizes(own, arguments.query.device, group)
+        return [num_queries for num_queries, _ in ranks], [num_keys for _, num_keys in ranks]
     queries, keys = list(shard_sizes), list(shard_sizes if key_shard_sizes is None else key_shard_sizes)
     for name, sizes, has in (("shard_sizes", queries, own[0]), ("key_shard_sizes", keys, own[1])):
         if len(sizes) != size or sizes[rank] != has:
@@ -257,8 +257,8 @@ def _attend(
         tensors, spec = validation.resolve(arguments)
     else:
         group, _, _ = _process_group(group)
-        layouts = [layout_of_ranks(layout, sizes) for sizes in _sizes_of_ranks(arguments, group, *shard_sizes)]
-        tensors, spec = _resolve(arguments, *layouts)
+        queries, keys = (layout_of_ranks(layout, sizes) for sizes in _rank_sizes(arguments, group, *shard_sizes))
+        tensors, spec = _resolve(arguments, queries, keys)
     chosen = choose_implementation(implementation, tensors.query, tensors.value, tensors.rel_query)
     if spec.dropout_p > 0:
         tensors = tensors._replace(**draw_dropout(tensors.query, tensors.num_sequences))
@@ -269,4 +269,4 @@ def _attend(
     if reduce_tables and tables and torch.is_grad_enabled():
         summed = SummedGradients.apply(group_name(group), *tables.values())
         tensors = tensors._replace(**dict(zip(tables, summed, strict=True)))
-    return attend(tensors, spec, chosen, group, *layouts, method, return_lse)
+    return attend(tensors, spec, chosen, group, queries, keys, method, return_lse)

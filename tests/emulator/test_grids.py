@@ -9,7 +9,7 @@ import torch
 
 from bench.compiled import selected_for
 from tools.emulator.device import Emulated, emulated
-from triton_relattn._core.grids import GridTensors
+from triton_relattn._core.grids import GridSpec, GridTensors
 from triton_relattn.grids import _reference
 from triton_relattn.kernels.grid.backward import backward
 from triton_relattn.kernels.grid.forward import forward
@@ -37,7 +37,7 @@ def tensors(grid: tuple[int, int], prefix: int = 0, width: int = 64) -> tuple[Gr
 def by_reference(given: GridTensors, d_out: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
     """Return out and all gradients, of the dense formula."""
     leaves = [each.to(dtype).requires_grad_() for each in given[:5]]
-    out = _reference(GridTensors(*leaves), SCALE, 0.0)
+    out = _reference(GridTensors(*leaves), GridSpec(SCALE))
     return [out.detach(), *torch.autograd.grad(out, leaves, d_out.to(dtype))]
 
 

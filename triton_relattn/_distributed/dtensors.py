@@ -75,8 +75,10 @@ def attend_dtensors(
             rank = mesh.get_local_rank(dim)
             own_heads = own_heads[sum(sizes[:rank]) : sum(sizes[: rank + 1])]
         own = with_key_heads(own, own_heads, heads // key_heads)
-    layouts = [layout_of_ranks(layout, chunk_sizes(tensor.shape[2], mesh.size(mesh_dim))) for tensor in (query, tensors.key)]
-    out, lse = attend(own, spec, implementation, mesh.get_group(mesh_dim), *layouts, method, return_lse)
+    query_layout, key_layout = (
+        layout_of_ranks(layout, chunk_sizes(tensor.shape[2], mesh.size(mesh_dim))) for tensor in (query, tensors.key)
+    )
+    out, lse = attend(own, spec, implementation, mesh.get_group(mesh_dim), query_layout, key_layout, method, return_lse)
     shape = (*query.shape[:3], tensors.value.shape[3])
     out = new_dtensor(out, mesh, placements, shape)
     return out, new_dtensor(lse, mesh, placements, shape[:3]) if return_lse else lse

@@ -97,11 +97,11 @@ def register() -> None:
 
     def place(tensors: Any, kind: int | None) -> dict[str, Any]:
         """Return the placement of each tensor of a call; None for those that are absent."""
-        dims = {
-            name: None if tensor is None or kind is None else shard_dim(name, tensor, kind) for name, tensor in tensors.items()
-        }
-        placed = {name: Replicate() if dim is None else Shard(dim) for name, dim in dims.items()}
-        return {name: None if tensor is None else placed[name] for name, tensor in tensors.items()}
+        placed: dict[str, Any] = {}
+        for name, tensor in tensors._asdict().items():
+            dim = None if tensor is None or kind is None else shard_dim(name, tensor, kind)
+            placed[name] = None if tensor is None else Replicate() if dim is None else Shard(dim)
+        return placed
 
     # A strategy returns the placements of an operator's results and of its arguments, in each way to compute it.
 
@@ -111,7 +111,7 @@ def register() -> None:
         for kind in kinds(tensors):
             result = Replicate() if kind is None else Shard(kind)
             results = [result, result, result if has_stats else Replicate(), result if save_extra else Replicate()]
-            placed = list(place(tensors._asdict(), kind).values())
+            placed = list(place(tensors, kind).values())
             ways.append((results, placed + [None] * (len(arguments) - len(placed))))
         return ways
 
@@ -119,7 +119,7 @@ def register() -> None:
         tensors, _, _, needs_grad = operator.split(arguments[NUM_SAVED:])
         ways = []
         for kind in kinds(tensors):
-            result, placed, grads = Replicate() if kind is None else Shard(kind), place(tensors._asdict(), kind), []
+            result, placed, grads = Replicate() if kind is None else Shard(kind), place(tensors, kind), []
             for name, needed in zip(operator.differentiable, needs_grad, strict=True):
                 grad = (placed[name] if needed else None) or Replicate()
                 is_part = needed and kind is not None and placed[name] == Replicate()  # the shards share the tensor
