@@ -433,7 +433,7 @@ def check_transforms(groups: dict[int, dist.ProcessGroup]) -> None:
     for method, _ in itertools.product(("gather", "all_to_all"), range(3)):  # what is read too early may be right by chance
         spread: Any = functools.partial(distributed.fused_relative_attention, **shards, method=method)
         results = []
-        for call, cut in ((spread, mine), (functools.partial(attend, **operands), lambda whole, dim: whole)):
+        for call, cut in ((spread, mine), (functools.partial(attend, **whole), lambda tensor, dim: tensor)):
             leaf = tables[0].clone().requires_grad_()
             outs = torch.vmap(lambda table, call=call: call(rel_key=table))(tables)
             grads = torch.vmap(torch.func.grad(lambda table, call=call: call(rel_key=table).square().sum()))(tables)
