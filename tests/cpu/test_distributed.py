@@ -425,9 +425,8 @@ def check_compile(groups: dict[int, dist.ProcessGroup]) -> None:
 def check_transforms(groups: dict[int, dist.ProcessGroup]) -> None:
     """Both methods under torch.func, and batched gradients: messages have arrived when they are read."""
     tensors, mine = CASES["full"][0], functools.partial(own, layout="contiguous", rank=dist.get_rank(), ranks=4)
-    operands, shards = (
-        {name: cut(tensors[name]) for name in BY_POSITION[:3]} for cut in (torch.clone, lambda each: mine(each, 2))
-    )
+    whole = {name: tensors[name] for name in BY_POSITION[:3]}
+    shards = {name: mine(tensor, 2) for name, tensor in whole.items()}
     tables = torch.stack([scale * tensors["rel_key"] for scale in (1, -1, 2)])
     d_outs = normal(3, *tensors["query"].shape[:3], WIDTH + 1)
     for method, _ in itertools.product(("gather", "all_to_all"), range(3)):  # what is read too early may be right by chance
