@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -265,7 +265,9 @@ def check_dtensor_dropout(groups: dict[int, dist.ProcessGroup]) -> None:
             spread = spread_over(mesh, leaves, kinds)
             torch.manual_seed(7)
             results = out_and_grads(call, spread, distribute_tensor(d_out, mesh, placements), **others)
-            assert all(each.placements == placements for each in results[: 4 if call is on_grid else 1]), "something is gathered"
+            if Replicate() not in placements:  # else DTensor may cut what all ranks have
+                placed = [each.placements for each in results[: 4 if call is on_grid else 1]]
+                assert placed == [placements] * len(placed), "something is gathered on the way"
             for result, exact in zip(results, expected, strict=True):
                 close(result.full_tensor(), exact, what)
             torch.manual_seed(dist.get_rank())
@@ -428,9 +430,9 @@ def check_transforms(groups: dict[int, dist.ProcessGroup]) -> None:
     whole = {name: tensors[name] for name in BY_POSITION[:3]}
     shards = {name: mine(tensor, 2) for name, tensor in whole.items()}
     tables = torch.stack([scale * tensors["rel_key"] for scale in (1, -1, 2)])
-    d_outs = normal(3, *tensors["query"].shape[:3], WIDTH + 1)
+    d_outs, over_ranks = normal(3, *tensors["query"].shape[:3], WIDTH + 1), cast(Any, distributed.fused_relative_attention)
     for method, _ in itertools.product(("gather", "all_to_all"), range(3)):  # what is read too early may be right by chance
-        spread: Any = functools.partial(distributed.fused_relative_attention, **shards, method=method)
+        spread = functools.partial(over_ranks, **shards, method=method)
         results = []
         for call, cut in ((spread, mine), (functools.partial(attend, **whole), lambda tensor, dim: tensor)):
             leaf = tables[0].clone().requires_grad_()
