@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ._core import removed, validation
-from ._core.arguments import Arguments
+from ._core.arguments import Arguments, Options, OptionsVarlen
+from ._core.names import require_known
 from ._core.spec import TABLES, AttentionSpec, AttentionTensors
 from ._distributed.collectives import SummedGradients, gathered, name_of
 from ._distributed.dtensors import attend_dtensors
@@ -84,7 +85,8 @@ def fused_relative_attention(
     Sources: Grattafiori et al., "The Llama 3 Herd of Models", 2024 (gathered keys); Brandon et al., "Striped Attention", 2023
     (balance); Jacobs et al., "DeepSpeed Ulysses", 2023.
     """
-    given = Arguments.of(query, key, value, rel_key, **options)
+    require_known("fused_relative_attention", options, Options.__annotations__)
+    given = Arguments(query, key, value, rel_key, **options)
     sizes, others = (shard_sizes, key_shard_sizes), {"method": method, "layout": layout, "return_lse": return_lse}
     out, lse = _attend(given, group, reduce_tables, sizes, implementation, **others)
     return (out, lse) if return_lse else out
@@ -122,8 +124,19 @@ def fused_relative_attention_varlen(
     Returns:
         out (the rank's queries, Hq, Dv), with return_lse also lse (Hq, the rank's queries).
     """
-    starts, longest = {"q": cu_seqlens_q, "k": cu_seqlens_k}, {"q": max_seqlen_q, "k": max_seqlen_k}
-    given = Arguments.of(query, key, value, rel_key, **options, cu_seqlens=starts, max_seqlens=longest)
+    require_known("fused_relative_attention_varlen", options, OptionsVarlen.__annotations__)
+    given = Arguments(
+        query,
+        key,
+        value,
+        rel_key,
+        **options,
+        is_packed=True,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+    )
     sizes, others = (shard_sizes, key_shard_sizes), {"method": method, "layout": layout, "return_lse": return_lse}
     out, lse = _attend(given, group, reduce_tables, sizes, implementation, **others)
     out = out[0].transpose(0, 1)
@@ -204,7 +217,7 @@ def _sizes(
 
 def _resolved(arguments: Arguments, queries: Sharding, keys: Sharding) -> tuple[AttentionTensors, AttentionSpec]:
     """Check the call as one of the whole sequence, by tensors without memory in its shape; return it with the rank's own."""
-    given, packed = arguments.by_name(), arguments.cu_seqlens is not None
+    given, packed = arguments._asdict(), arguments.is_packed
     dim, rank = (0, 3) if packed else (2, 4)
     totals = {"query": queries.total, "key": keys.total, "value": keys.total, "rel_query": queries.total}
     whole = {}
@@ -225,7 +238,7 @@ def _resolved(arguments: Arguments, queries: Sharding, keys: Sharding) -> tuple[
             )
         stand_in = own.new_ones(()).expand(*own.shape[:-2], queries.total, own.shape[-1])
         whole["attn_mask"] = stand_in.requires_grad_(own.requires_grad)
-    tensors, spec = validation.resolve(arguments.replaced(**whole))
+    tensors, spec = validation.resolve(arguments._replace(**whole))
     local = {name: given[name] for name in totals if given.get(name) is not None}
     if packed:
         local = {name: tensor.transpose(0, 1)[None] for name, tensor in local.items()}
@@ -247,13 +260,13 @@ def _attend(
         name = others["method"]
         hint = f"; {removed.removed('it', removed.METHODS[name])}" if name in removed.METHODS else ""
         raise ValueError(f"method must be one of {tuple(METHODS)}, got {name!r}{hint}")
-    arguments = arguments.autocast().replaced(return_lse=others["return_lse"])
+    arguments = arguments.autocast()._replace(return_lse=others["return_lse"])
     is_spread = isinstance(arguments.query, DTensor)
     if is_spread:
         tensors, spec = validation.resolve(arguments)
     else:
         process_group, _, _ = _of_group(group)
-        dim = 2 if arguments.cu_seqlens is None else 0
+        dim = 0 if arguments.is_packed else 2
         sizes = _sizes(arguments.query, arguments.key, dim, process_group, *shard_sizes)
         tensors, spec = _resolved(arguments, *(Sharding.of(others["layout"], each) for each in sizes))
     chosen = choose_implementation(implementation, tensors.query, tensors.value, tensors.rel_query)

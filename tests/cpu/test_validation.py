@@ -1,9 +1,11 @@
-"""The contract of a call: a wrong one raises and names the argument, a doubtful one warns once and says what to write instead."""
+"""The contract of a call: a wrong one raises and names the argument, a likely mistake warns once and says what to write."""
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -84,11 +86,9 @@ LAYOUT = ".transpose(1, 2) makes them (batch, heads, length, width)"
 WRONG: dict[str, Wrong] = {
     # Tensors of positions.
     "query_rank": ({"query": zeros(3, 5, 8)}, ValueError, "query must have 4 dimensions | (3, 5, 8)"),
-    "value_rank": ({"value": zeros(7, 4)}, ValueError, "value must have 4 dimensions | (7, 4)"),
     "key_batch": ({"key": zeros(1, 3, 7, 8)}, ValueError, "key | (2, 3, 7, 8) | (1, 3, 7, 8)"),
     "key_heads": ({"key": zeros(2, 1, 7, 8)}, ValueError, "query's 3 heads | got 1 in (2, 1, 7, 8) | enable_gqa=True"),
     "key_heads_do_not_divide": ({**GQA, **qkv(2, 3, 5, 7, 2)}, ValueError, "multiple of key's | got 3 and 2"),
-    "more_key_heads": ({**GQA, **qkv(2, 3, 5, 7, 6)}, ValueError, "multiple of key's | got 3 and 6"),
     "no_key_heads": ({**GQA, **qkv(2, 3, 5, 7, 0)}, ValueError, "multiple of key's | got 3 and 0"),
     "gqa_value_heads": ({"key": zeros(2, 1, 7, 8), **GQA}, ValueError, "value | (2, 1, 7, 4) | (2, 3, 7, 4)"),
     "gqa_int": ({"enable_gqa": 1}, TypeError, "enable_gqa must be a bool, got 1"),
@@ -98,9 +98,7 @@ WRONG: dict[str, Wrong] = {
     "query_type": ({"query": [[1.0]]}, TypeError, "query must be a torch.Tensor, got list"),
     "key_type": ({"key": None}, TypeError, "key must be a torch.Tensor, got NoneType"),
     "query_dtype": ({"query": zeros(2, 3, 5, 8, dtype=torch.int64)}, TypeError, "query must be float16 | torch.int64"),
-    "complex": ({"query": zeros(2, 3, 5, 8, dtype=torch.complex64)}, TypeError, "query must be float16 | torch.complex64"),
     "key_dtype": ({"key": zeros(2, 3, 7, 8).half()}, TypeError, "key | torch.float32 | torch.float16"),
-    "value_dtype": ({"value": zeros(2, 3, 7, 4).double()}, TypeError, "value | torch.float32 | torch.float64"),
     "nested": (
         {"query": torch.nested.nested_tensor([zeros(3, 5, 8)])},
         TypeError,
@@ -108,43 +106,29 @@ WRONG: dict[str, Wrong] = {
     ),
     "sparse": ({"key": zeros(2, 3, 7, 8).to_sparse()}, TypeError, "key must be a strided tensor | torch.sparse_coo"),
     "key_device": ({"key": meta(2, 3, 7, 8)}, ValueError, "key | device cpu | got meta"),
-    "value_device": ({"value": meta(2, 3, 7, 4)}, ValueError, "value | device cpu | got meta"),
     # Tables.
     "table_type": ({"rel_key": 3.0}, TypeError, "rel_key must be a torch.Tensor, got float"),
     "table_dtype": ({"rel_key": zeros(9, 8).bfloat16()}, TypeError, "rel_key | torch.float32 | torch.bfloat16"),
-    "table_device": ({"rel_key": meta(9, 8)}, ValueError, "rel_key | device cpu | got meta"),
     "table_rank": ({"rel_key": zeros(8)}, ValueError, "rel_key | width = 8 | (8,)"),
-    "table_rank_4": ({"rel_key": zeros(2, 3, 9, 8)}, ValueError, "rel_key | (2, 3, 9, 8)"),
     "table_width": ({"rel_key": zeros(9, 4)}, ValueError, "rel_key | width = 8 | (9, 4)"),
     "table_heads": ({"rel_key": zeros(2, 9, 8)}, ValueError, "rel_key | (3, 9, 8) | (2, 9, 8)"),
     "table_without_rows": ({"rel_key": zeros(0, 8)}, ValueError, "rel_key | R >= 1 | (0, 8)"),
     "value_table_width": ({"rel_value": zeros(9, 8)}, ValueError, "rel_value | width = 4 | (9, 8)"),
-    "value_table_heads": ({"rel_value": zeros(2, 9, 4)}, ValueError, "rel_value | (3, 9, 4) | (2, 9, 4)"),
-    "value_table_dtype": ({"rel_value": zeros(9, 4).half()}, TypeError, "rel_value | torch.float32 | torch.float16"),
-    "bias_rank": ({"rel_bias": zeros(1, 3, 9)}, ValueError, "rel_bias | (R,) or (heads, R) | (1, 3, 9)"),
-    "bias_scalar": ({"rel_bias": zeros(())}, ValueError, "rel_bias | (R,) or (heads, R) | ()"),
     "bias_heads": ({"rel_bias": zeros(2, 9)}, ValueError, "rel_bias | (3, 9) | (2, 9)"),
     "bias_without_rows": ({"rel_key": None, "rel_bias": zeros(0)}, ValueError, "rel_bias | R >= 1 | (0,)"),
     "bias_dtype": ({"rel_bias": zeros(9).double()}, TypeError, "rel_bias | torch.float32 | torch.float64"),
     "p2c_width": ({"rel_query": zeros(2, 3, 5, 6), "rel_key": zeros(9, 6), "rel_p2c": zeros(9, 6)}, ValueError, "rel_p2c | = 8"),
-    "p2c_heads": ({"rel_p2c": zeros(2, 9, 8)}, ValueError, "rel_p2c | (3, 9, 8) | (2, 9, 8)"),
-    "p2c_dtype": ({"rel_p2c": zeros(9, 8).half()}, TypeError, "rel_p2c | torch.float32 | torch.float16"),
-    "p2c_rows": ({"rel_p2c": zeros(7, 8)}, ValueError, "same number of rows R | 9 (rel_key) | 7 (rel_p2c)"),
-    "rows_differ": ({"rel_value": zeros(11, 4), "rel_bias": zeros(7)}, ValueError, "9 (rel_key) | 11 (rel_value) | 7 (rel_bias)"),
+    "p2c_rows": ({"rel_p2c": zeros(7, 8)}, ValueError, "rel_p2c must have as many rows R as rel_key, 9, got 7"),
+    "rows_differ": ({"rel_value": zeros(11, 4)}, ValueError, "rel_value must have as many rows R as rel_key, 9, got 11"),
     "rel_query_rank": ({"rel_query": zeros(3, 5, 8)}, ValueError, "rel_query must have 4 dimensions | (3, 5, 8)"),
     "rel_query_heads": ({"rel_query": zeros(2, 1, 5, 8)}, ValueError, "rel_query | (2, 3, 5, 8) | (2, 1, 5, 8)"),
     "rel_query_length": ({"rel_query": zeros(2, 3, 7, 8)}, ValueError, "rel_query | (2, 3, 5, 8) | (2, 3, 7, 8)"),
     "rel_query_width": ({"rel_query": zeros(2, 3, 5, 6)}, ValueError, "rel_key | width = 6 | (9, 8)"),
     "rel_query_without_width": ({"rel_query": zeros(2, 3, 5, 0)}, ValueError, "widths must be positive | 0 (rel_query)"),
-    "rel_query_dtype": ({"rel_query": zeros(2, 3, 5, 8).half()}, TypeError, "rel_query | torch.float32 | torch.float16"),
-    "rel_query_device": ({"rel_query": meta(2, 3, 5, 8)}, ValueError, "rel_query | device cpu | got meta"),
     "rel_query_alone": ({"rel_key": None, "rel_p2c": zeros(9, 8), "rel_query": zeros(2, 3, 5, 8)}, ValueError, "needs rel_key"),
     # Positions.
     "even_table": ({"rel_key": zeros(10, 8)}, ValueError, "even number of rows (10) | positions=RelativePositions(first, last)"),
-    "even_bias": ({"rel_key": None, "rel_bias": zeros(4)}, ValueError, "even number of rows (4)"),
-    "too_few_rows": ({"positions": Positions(-5, 5)}, ValueError, "R = 9 rows | from -5 to 5 need 11"),
-    "too_many_rows": ({"positions": Positions(-7, 0)}, ValueError, "R = 9 rows | from -7 to 0 need 8"),
-    "positions_of_all": ({"positions": Positions(-(2**29), 2**29)}, ValueError, "R = 9 rows, but positions from"),
+    "too_few_rows": ({"positions": Positions(-5, 5)}, ValueError, "positions from -5 to 5 need 11 rows | R = 9"),
     "positions_alone": ({"rel_key": None, "positions": Positions(-4, 4)}, ValueError, "positions | no table"),
     "not_covered": ({"positions": Positions(-4, 4, "error")}, ValueError, 'from -4 to 4 | needs -4 to 6 | outside="error"'),
     "offset_huge": ({"query_offset": 2**63}, ValueError, "query_offset must lie within +-2**29, got 9223372036854775808"),
@@ -152,19 +136,14 @@ WRONG: dict[str, Wrong] = {
     "offset_bool": ({"query_offset": False}, TypeError, "query_offset must be an int, got False"),
     "offsets_shape": ({"query_offset": lengths([1, 2, 3])}, ValueError, "query_offset | (batch,) = (2,) | (3,)"),
     "offset_dtype": ({"query_offset": lengths(1.0)}, TypeError, "query_offset must be int32 or int64 | torch.float32"),
-    "offsets_dtype": ({"query_offset": lengths([1.0, 2.0])}, TypeError, "query_offset must be int32 or int64 | torch.float32"),
-    "offsets_device": ({"query_offset": meta(2, dtype=torch.int64)}, ValueError, "query_offset | device cpu | got meta"),
     # What is visible.
     "mask_type": ({"attn_mask": [[True]]}, TypeError, "attn_mask must be a torch.Tensor, got list"),
     "mask_dtype": ({"attn_mask": zeros(5, 7).half()}, TypeError, "attn_mask must be bool | torch.float32 | torch.float16"),
     "mask_shape": ({"attn_mask": zeros(7, 5)}, ValueError, "attn_mask must broadcast | (2, 3, 5, 7) | (7, 5)"),
-    "mask_heads": ({"attn_mask": zeros(2, 2, 5, 7)}, ValueError, "attn_mask must broadcast | (2, 3, 5, 7) | (2, 2, 5, 7)"),
     "mask_rank": ({"attn_mask": zeros(1, 2, 3, 5, 7)}, ValueError, "attn_mask must broadcast | (1, 2, 3, 5, 7)"),
-    "mask_device": ({"attn_mask": meta(5, 7)}, ValueError, "attn_mask | device cpu | got meta"),
     "mask_gradient": ({"attn_mask": zeros(5, 7, requires_grad=True)}, ValueError, "attn_mask is not differentiable | rel_bias"),
     "causal_int": ({"is_causal": 1}, TypeError, "is_causal must be a bool, got 1"),
     "window_int": ({"window_size": 3}, TypeError, "window_size must be a pair (left, right) | got 3"),
-    "window_of_three": ({"window_size": (1, 2, 3)}, TypeError, "window_size must be a pair | (1, 2, 3)"),
     "window_none": ({"window_size": (None, 0)}, TypeError, "a pair (left, right), where -1 means no limit, got (None, 0)"),
     "window_negative": ({"window_size": (-2, 3)}, ValueError, "window_size | at least -1 | (-2, 3)"),
     "window_float": ({"window_size": (1.0, 3)}, TypeError, "window_size must be an int, got 1.0"),
@@ -172,21 +151,16 @@ WRONG: dict[str, Wrong] = {
     "lengths_type": ({"key_lengths": [7, 7]}, TypeError, "key_lengths must be a torch.Tensor, got list"),
     "lengths_dtype": ({"key_lengths": lengths([7.0, 7.0])}, TypeError, "key_lengths must be int32 or int64 | torch.float32"),
     "lengths_shape": ({"key_lengths": lengths([7, 7, 7])}, ValueError, "key_lengths | (batch,) = (2,) | (3,)"),
-    "lengths_rank": ({"key_lengths": lengths([[7], [7]])}, ValueError, "key_lengths | (2,) | (2, 1)"),
-    "lengths_device": ({"key_lengths": meta(2, dtype=torch.int64)}, ValueError, "key_lengths | got meta"),
     "lengths_negative": ({"key_lengths": lengths([-1, 7])}, ValueError, "[0, 7] | from -1 to 7"),
     "lengths_beyond": ({"key_lengths": lengths([3, 8])}, ValueError, "[0, 7] | from 3 to 8"),
     # Numbers.
     "scale_nan": ({"scale": math.nan}, ValueError, "scale must be finite, got nan"),
     "scale_huge": ({"scale": 1e300}, ValueError, "scale must be finite, got 1e+300 | float32 ends at"),
-    "scale_huge_int": ({"scale": 10**400}, ValueError, "scale must be finite, got 1000"),
     "scale_str": ({"scale": "8"}, TypeError, "scale must be a float, got '8'"),
-    "scale_bool": ({"scale": True}, TypeError, "scale must be a float, got True"),
     "scale_tensor": ({"scale": zeros(())}, TypeError, "scale must be a float, got a tensor; .item() reads its value"),
     "rel_scale_nan": ({"rel_scale": math.nan}, ValueError, "rel_scale must be finite, got nan"),
     "rel_scale_alone": ({"rel_key": None, "rel_scale": 1.0}, ValueError, "rel_scale | rel_key and rel_p2c, which are None"),
     "dropout_negative": ({"dropout_p": -0.1}, ValueError, "dropout_p must lie in [0, 1], got -0.1"),
-    "dropout_beyond": ({"dropout_p": 1.5}, ValueError, "dropout_p must lie in [0, 1], got 1.5"),
     "dropout_nan": ({"dropout_p": math.nan}, ValueError, "dropout_p must be finite, got nan"),
     "dropout_type": ({"dropout_p": None}, TypeError, "dropout_p must be a float, got None"),
     "softcap_zero": ({"softcap": 0.0}, ValueError, "softcap must be positive, got 0.0 | softcap=None means no limit"),
@@ -206,7 +180,6 @@ WRONG: dict[str, Wrong] = {
     "mask_as_table": ({"rel_key": zeros(5, 7, dtype=torch.bool)}, TypeError, "rel_key must be float16 | attn_mask=..."),
     "padding_as_table": ({"rel_key": zeros(2, 1, 1, 7)}, ValueError, "rel_key must have shape | attn_mask=..."),
     "layout": (SWAPPED, ValueError, f"key must have query's 5 heads, got 7 | {LAYOUT}"),
-    "layout_and_rel_query": ({**SWAPPED, "rel_query": zeros(2, 5, 3, 8)}, ValueError, f"got 7 | {LAYOUT}"),
     "layout_of_table": ({**qkv(2, 7, 3), "rel_key": zeros(3, 9, 8)}, ValueError, f"rel_key | = (7, 9, 8) | {LAYOUT}"),
     "layout_of_mask": ({**qkv(2, 7, 3), "attn_mask": zeros(7, 7)}, ValueError, f"attn_mask must broadcast | {LAYOUT}"),
     "layout_of_lengths": ({**qkv(2, 7, 3), "key_lengths": lengths([7, 5])}, ValueError, f"must lie in [0, 3] | {LAYOUT}"),
@@ -236,7 +209,7 @@ WRONG: dict[str, Wrong] = {
         ValueError,
         "got (32, 3) | rel_bias=weight[tables.t5_buckets(torch.arange(-128, 129))].T, with scale=1.0",
     ),
-    "half_of_the_rows": ({"positions": Positions.centred(5)}, ValueError, "need 5 | positions=RelativePositions.centred(9)"),
+    "half_of_the_rows": ({"positions": Positions.centred(5)}, ValueError, "need 5 rows | positions=RelativePositions.centred(9)"),
     "mask_of_entries": ({"attn_mask": zeros(2, 1, 7, dtype=torch.bool)}, ValueError, "attn_mask[:, None] is one mask per batch"),
     "padding_mask": ({"attn_mask": zeros(2, 7)}, ValueError, "attn_mask[:, None, None] is one mask per batch entry"),
     "mask_of_a_tokenizer": ({"attn_mask": zeros(2, 7, dtype=torch.int64)}, TypeError, "attn_mask[:, None, None].bool() is one"),
@@ -254,40 +227,23 @@ WRONG: dict[str, Wrong] = {
     "integers_as_lengths": ({"key_lengths": zeros(2, 7, dtype=torch.int64)}, ValueError, "got (2, 7); key_lengths.sum(1) counts"),
     # Names of other libraries.
     "causal": ({"causal": None}, TypeError, "fused_relative_attention() got an unexpected | 'causal'; here it is is_causal"),
-    "softmax_scale": ({"softmax_scale": None}, TypeError, "here it is scale"),
-    "mask": ({"mask": None}, TypeError, "here it is attn_mask"),
-    "key_padding_mask": ({"key_padding_mask": None}, TypeError, "here it is key_len"),
-    "alibi_slopes": ({"alibi_slopes": None}, TypeError, "here it is rel_bias=tables.alibi_bias"),
-    "cu_seqlens": ({"cu_seqlens": None}, TypeError, "cu_seqlens_q and cu_seqlens_k of fused_relative_attention_varlen"),
     "cu_seqlens_q": ({"cu_seqlens_q": None}, TypeError, "fused_relative_attention_varlen has it"),
-    "pos_bias_u": ({"pos_bias_u": None}, TypeError, "here it is an argument of tables.fold_transformer_xl"),
     "deterministic": ({"deterministic": None}, TypeError, "there is none here: results repeat bit for bit, except"),
     "exact_query_grad": ({"exact_query_grad": True}, TypeError, "'exact_query_grad'; it was removed in 0.3.0: the gradient of"),
-    "relative_attention_bias": ({"relative_attention_bias": None}, TypeError, "here it is rel_bias=weight[ | scale=1.0"),
-    "past_key_values": ({"past_key_values": None}, TypeError, "here it is key and value | query_offset is the number of keys"),
-    "output_attentions": ({"output_attentions": None}, TypeError, "none here: the probabilities | plots.attention_terms"),
-    "grid": ({"grid": None}, TypeError, "decomposed_relative_attention has it"),
-    "block_table": ({"block_table": None}, TypeError, "there is none here: a paged cache"),
     "a_slip": ({"is_causl": None}, TypeError, "did you mean 'is_causal'?"),
-    "a_plural": ({"rel_keys": None}, TypeError, "did you mean 'rel_key'?"),
     "unknown": ({"colour": None}, TypeError, "unexpected keyword argument 'colour'"),
 }
 WRONG_PACKED: dict[str, Wrong] = {
     "query_rank": ({"query": zeros(1, 5, 3, 8)}, ValueError, "query must have 3 dimensions | (total, heads, width)"),
     "key_heads": ({"key": zeros(7, 1, 8)}, ValueError, "query's 3 heads | got 1 in (7, 1, 8)"),
-    "key_width": ({"key": zeros(7, 3, 4)}, ValueError, "key | (7, 3, 8) | (7, 3, 4)"),
     "value_length": ({"value": zeros(6, 3, 4)}, ValueError, "value | (7, 3, 4) | (6, 3, 4)"),
-    "rel_query_length": ({"rel_query": zeros(7, 3, 8)}, ValueError, "rel_query | (5, 3, 8) | (7, 3, 8)"),
     "q_type": ({"cu_seqlens_q": [0, 2, 2, 5]}, TypeError, "cu_seqlens_q must be a torch.Tensor, got list"),
     "k_type": ({"cu_seqlens_k": None}, TypeError, "cu_seqlens_k must be a torch.Tensor, got NoneType"),
-    "q_dtype": ({"cu_seqlens_q": lengths([0.0, 5.0])}, TypeError, "cu_seqlens_q must be int32 or int64 | torch.float32"),
     "q_rank": ({"cu_seqlens_q": lengths([[0, 2, 2, 5]])}, ValueError, "cu_seqlens_q | (1, 4)"),
     "q_scalar": ({"cu_seqlens_q": lengths(5)}, ValueError, "cu_seqlens_q | ()"),
     "q_empty": ({"cu_seqlens_q": zeros(0, dtype=torch.int64)}, ValueError, "cu_seqlens_q | (0,)"),
-    "q_device": ({"cu_seqlens_q": meta(4, dtype=torch.int64)}, ValueError, "cu_seqlens_q | got meta"),
     "q_start": ({"cu_seqlens_q": lengths([1, 2, 2, 5])}, ValueError, "rise from 0 to the total length 5 | [1, 2, 2, 5]"),
     "q_end": ({"cu_seqlens_q": lengths([0, 2, 2, 4])}, ValueError, "cu_seqlens_q must rise from 0 | 5 | [0, 2, 2, 4]"),
-    "k_beyond": ({"cu_seqlens_k": lengths([0, 4, 5, 9])}, ValueError, "cu_seqlens_k must rise from 0 | 7 | [0, 4, 5, 9]"),
     "k_falling": ({"cu_seqlens_k": lengths([0, 4, 3, 7])}, ValueError, "cu_seqlens_k must rise | [0, 4, 3, 7]"),
     "numbers_differ": ({"cu_seqlens_k": lengths([0, 4, 7])}, ValueError, "cu_seqlens_k | (4,) | (3,)"),
     "q_longer": ({"max_seqlen_q": 2}, ValueError, "max_seqlen_q must be at least 3 | cu_seqlens_q | got 2"),
@@ -317,7 +273,6 @@ WRONG_PACKED: dict[str, Wrong] = {
         "key must have query's 5 heads | .transpose(0, 1) makes them (total, heads, width)",
     ),
     "not_covered": ({"positions": Positions(-4, 4, "error"), "query_offset": 3}, ValueError, "from -4 to 4 | needs -5 to 0"),
-    "dropout": ({"dropout_p": 2.0}, ValueError, "dropout_p must lie in [0, 1], got 2.0"),
     "mask": ({"attn_mask": None}, TypeError, "_varlen() got | 'attn_mask'; fused_relative_attention has it"),
     "max_seqlen": ({"max_seqlen": 3}, TypeError, "_varlen() got | 'max_seqlen'; did you mean 'max_seqlen_"),
     "triton": ({"implementation": "triton"}, NotImplementedError, 'implementation="triton" cannot run here'),
@@ -359,13 +314,6 @@ OTHERS: dict[str, tuple[Any, Changes, type[Exception], str]] = {
         "'causal'; here it is is_causal",
     ),
     "a_name_for_ranks": (distributed.fused_relative_attention, {**qkv(2, 3, 5), "mask": None}, TypeError, "here it is attn_mask"),
-    "a_slip_for_ranks": (distributed.fused_relative_attention, {**qkv(2, 3, 5), "scal": 1}, TypeError, "did you mean 'scale'?"),
-    "an_old_name_for_ranks": (
-        distributed.fused_relative_attention,
-        {**qkv(2, 3, 5), "exact_query_grad": True},
-        TypeError,
-        "it was removed in 0.3.0",
-    ),
 }
 
 
@@ -374,19 +322,26 @@ def test_wrong_calls_of_other_functions(case: str) -> None:
     refused(*OTHERS[case])
 
 
-REMOVED = [(place, name) for place, names in removed.NAMES.items() for name in names]
+REMOVED = [(package, name) for package, names in removed.NAMES.items() for name in names]
 
 
-@pytest.mark.parametrize(("place", "name"), [*REMOVED, ("triton_relattn.integrations.fairseq2", "enable")])
-def test_what_was_removed(place: str, name: str) -> None:
-    """An import says what to use instead; names that never were there have Python's errors."""
-    instead = removed.NAMES.get(place, removed.NAMES["triton_relattn.integrations"]).get(name, "fairseq2 is archived")
-    with pytest.raises(ImportError) as raised:
-        exec(f"from {place} import {name}")
-    says(str(raised.value), f"{place} | was removed in 0.3.0: {instead}")
-    if place in removed.NAMES:
-        with pytest.raises(ImportError, match="cannot import name"):
-            exec(f"from {place} import {name}_of_nothing")
+@pytest.mark.parametrize(("package", "name"), REMOVED)
+def test_what_was_removed(package: str, name: str) -> None:
+    """Imports and attributes say what to use instead, and hasattr is false; names that never were there have Python's errors."""
+    module, text = importlib.import_module(package), f"{package}.{name} was removed in 0.3.0: {removed.NAMES[package][name]}"
+    with pytest.raises(ImportError, match=re.escape(text)):
+        exec(f"from {package} import {name}")
+    with pytest.raises(ImportError, match="cannot import name"):
+        exec(f"from {package} import {name}_of_nothing")
+    if name != "fairseq2":  # is a module, so that its own names have the message
+        assert not hasattr(module, name)
+        with pytest.raises(AttributeError, match=re.escape(text)):
+            getattr(module, name)
+
+
+def test_a_name_in_a_removed_module() -> None:
+    with pytest.raises(ImportError, match=r"fairseq2 was removed in 0\.3\.0: fairseq2 is archived"):
+        importlib.import_module("triton_relattn.integrations.fairseq2")
 
 
 def test_every_implementation_is_checked_alike() -> None:
@@ -395,16 +350,17 @@ def test_every_implementation_is_checked_alike() -> None:
 
 
 def test_no_cure_is_named_that_is_none() -> None:
-    """Forgotten enable_gqa, of heads fewer than positions; a wrong table; a mask that has its name."""
+    """Forgotten enable_gqa, of heads fewer than positions; wrong tables; a mask by its name; positions that do not cover."""
     for changes in (
         qkv(2, 4, 7, 7, 2),
         {"rel_key": zeros(9, 4)},
         {"rel_key": zeros(5, 7, dtype=torch.bool), "attn_mask": zeros(5, 7)},
-        {**SWAPPED, "query_offset": 0.5},
+        {"rel_key": zeros(8, 8).half()},
+        {"positions": Positions(-3, 5, "error")},
     ):
         with pytest.raises((TypeError, ValueError)) as raised:
             call(**changes)
-        assert "transpose" not in str(raised.value) and "attn_mask" not in str(raised.value)
+        assert not any(hint in str(raised.value) for hint in ("looks like", "look like", "attn_mask", "centred"))
 
 
 def test_a_learned_scale_as_the_errors_say() -> None:
@@ -450,7 +406,7 @@ PAST_8, TWO_OF_TWO, visible = Positions(-8, 0), qkv(2, 2, 2, 7), torch.ones
 SELF = qkv(2, 3, 7)
 PADDING, FUTURE = (torch.arange(7) >= lengths([[7], [5]]))[:, None, None], visible(7, 7, dtype=torch.bool).triu(1)
 TO_THE_LEFT = (torch.arange(7) >= lengths([[0], [3]]))[:, None, None]
-DOUBTS: dict[str, tuple[Changes, str]] = {
+MISTAKES: dict[str, tuple[Changes, str]] = {
     "outgrown_table": (
         {**query(600), "rel_key": zeros(1027, 8)},
         "stand for distances up to 513, and this call has longer ones | RelativePositions.centred(1027) says",
@@ -569,9 +525,9 @@ MEANT: dict[str, Changes] = {
 }
 
 
-@pytest.mark.parametrize("case", DOUBTS)
-def test_a_doubtful_call_is_warned_of_once(case: str) -> None:
-    changes, parts = DOUBTS[case]
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_likely_mistake_is_warned_of_once(case: str) -> None:
+    changes, parts = MISTAKES[case]
     (message,) = warnings_of(**changes)
     says(message, parts)
 

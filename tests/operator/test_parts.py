@@ -83,7 +83,8 @@ def test_a_part_drops_what_the_whole_drops(is_packed: bool, way: Way) -> None:
     tensors, packing = of_a_part(way), {}
     if is_packed:
         tensors = [each.transpose(1, 2).flatten(0, 1) for each in tensors]
-        packing = {"cu_seqlens": dict.fromkeys("qk", torch.arange(3) * LENGTH), "max_seqlens": dict.fromkeys("qk", LENGTH)}
+        packing = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.arange(3) * LENGTH) | {"is_packed": True}
+        packing |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), LENGTH)
     call, spec = resolved(*tensors, dropout_p=DROPOUT_P, **packing)
     value = call.value.clone().requires_grad_()
     part = at_place(call._replace(value=value), BATCH, OF_HEADS, 7, 5)
