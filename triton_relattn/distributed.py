@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ._core import removed, validation
 from ._core.arguments import Arguments, Options, OptionsVarlen
-from ._core.names import require_known
+from ._core.names import require_names
 from ._core.spec import TABLES, AttentionSpec, AttentionTensors
 from ._distributed.collectives import SummedGradients, gathered, name_of
 from ._distributed.dtensors import attend_dtensors
@@ -85,7 +85,7 @@ def fused_relative_attention(
     Sources: Grattafiori et al., "The Llama 3 Herd of Models", 2024 (gathered keys); Brandon et al., "Striped Attention", 2023
     (balance); Jacobs et al., "DeepSpeed Ulysses", 2023.
     """
-    require_known("fused_relative_attention", options, Options.__annotations__)
+    require_names("fused_relative_attention", options, Options.__annotations__)
     given = Arguments(query, key, value, rel_key, **options)
     sizes, others = (shard_sizes, key_shard_sizes), {"method": method, "layout": layout, "return_lse": return_lse}
     out, lse = _attend(given, group, reduce_tables, sizes, implementation, **others)
@@ -124,7 +124,7 @@ def fused_relative_attention_varlen(
     Returns:
         out (the rank's queries, Hq, Dv), with return_lse also lse (Hq, the rank's queries).
     """
-    require_known("fused_relative_attention_varlen", options, OptionsVarlen.__annotations__)
+    require_names("fused_relative_attention_varlen", options, OptionsVarlen.__annotations__)
     given = Arguments(
         query,
         key,

@@ -224,10 +224,6 @@ def fused_relative_attention_varlen(
     value: torch.Tensor,
     rel_key: torch.Tensor | None = None,
     *,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
     return_lse: Literal[False] = False,
     **options: Unpack[OptionsVarlen],
 ) -> torch.Tensor: ...
@@ -238,10 +234,6 @@ def fused_relative_attention_varlen(
     value: torch.Tensor,
     rel_key: torch.Tensor | None = None,
     *,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
     return_lse: Literal[True],
     **options: Unpack[OptionsVarlen],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -252,10 +244,6 @@ def fused_relative_attention_varlen(
     value: torch.Tensor,
     rel_key: torch.Tensor | None = None,
     *,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
     return_lse: bool,
     **options: Unpack[OptionsVarlen],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...

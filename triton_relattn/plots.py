@@ -12,7 +12,7 @@ import torch
 from ._core import validation
 from ._core.arguments import Arguments, Options
 from ._core.dtypes import without_autocast
-from ._core.names import require_known
+from ._core.names import require_names
 from ._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from ._reference import position_term, resolved_reference
 from .positions import RelativePositions
@@ -112,7 +112,7 @@ def attention_terms(
     if rel_key is None and rel_bias is None and rel_p2c is None:  # positions of a table for values, which is not shown
         positions = None
     identity = torch.eye(num_keys, dtype=query.dtype, device=query.device).expand(batch, key_heads, -1, -1)
-    require_known("attention_terms", others, Options.__annotations__)
+    require_names("attention_terms", others, Options.__annotations__)
     arguments = Arguments(
         query,
         key,

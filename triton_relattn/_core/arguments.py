@@ -11,7 +11,7 @@ from ..positions import RelativePositions
 from .dtypes import autocast_dtype, cast
 
 
-class OptionsVarlen(TypedDict, total=False):
+class CommonOptions(TypedDict, total=False):
     """For type checkers: the keywords of both functions on which the type of the result does not depend."""
 
     rel_query: torch.Tensor | None
@@ -30,9 +30,16 @@ class OptionsVarlen(TypedDict, total=False):
     implementation: str | None
 
 
-class Options(OptionsVarlen, total=False):
+class Options(CommonOptions, total=False):
     attn_mask: torch.Tensor | None
     key_lengths: torch.Tensor | None
+
+
+class OptionsVarlen(CommonOptions):
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
 
 
 class Arguments(NamedTuple):

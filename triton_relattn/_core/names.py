@@ -71,11 +71,11 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 CLOSE = 0.75  # of 1: one letter of four is wrong
 
 
-def require_known(function: str, names: Iterable[str], known: Iterable[str]) -> None:
+def require_names(function: str, names: Iterable[str], allowed: Iterable[str]) -> None:
     """Raise TypeError for an argument that a function does not have; the message says what it is called here."""
-    known = list(known)
+    allowed = list(allowed)
     for name in names:
-        if name in known:
+        if name in allowed:
             continue
         hint = ""
         if name in ARGUMENTS:
@@ -86,7 +86,7 @@ def require_known(function: str, names: Iterable[str], known: Iterable[str]) -> 
             hint = f"; there is none here: {NOT_NEEDED[name]}"
         elif name in ELSEWHERE:
             hint = f"; {ELSEWHERE[name]} has it"
-        elif close := difflib.get_close_matches(name, known, 1, CLOSE):
+        elif close := difflib.get_close_matches(name, allowed, 1, CLOSE):
             hint = f"; did you mean {close[0]!r}?"
         raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
@@ -101,7 +101,7 @@ def refuse_unknown(function: Callable[..., Any], positional: Sequence[Any], name
             f"{len(by_position) + len(positional)} positional arguments"
         )
     by_name = [parameter.name for parameter in parameters if parameter.kind == parameter.KEYWORD_ONLY]
-    require_known(function.__name__, named, by_position + by_name)
+    require_names(function.__name__, named, by_position + by_name)
 
 
 def with_names(function: Function) -> Function:
@@ -110,7 +110,7 @@ def with_names(function: Function) -> Function:
 
     @functools.wraps(function)
     def call(*args: Any, **named: Any) -> Any:
-        require_known(function.__name__, named, parameters)
+        require_names(function.__name__, named, parameters)
         return function(*args, **named)
 
     return call  # type: ignore[return-value]
