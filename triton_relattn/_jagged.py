@@ -22,8 +22,10 @@ def packed(arguments: Arguments) -> Arguments:
     """
     if arguments.attn_mask is not None or arguments.key_lengths is not None:
         raise TypeError("jagged tensors take no attn_mask and no key_lengths: the lengths are part of the tensors")
-    query, key, value, rel_query = arguments.query, arguments.key, arguments.value, arguments.rel_query
-    values = {"query": _values("query", query), "key": _values("key", key), "value": _values("value", value)}
+    query: Any = arguments.query
+    key: Any = arguments.key
+    value, rel_query = arguments.value, arguments.rel_query
+    values: dict[str, Any] = {"query": _values("query", query), "key": _values("key", key), "value": _values("value", value)}
     _require_same_lengths("value", value, "key", key)
     if is_jagged(rel_query):
         values["rel_query"] = _values("rel_query", rel_query)
@@ -39,9 +41,9 @@ def packed(arguments: Arguments) -> Arguments:
     )
 
 
-def jagged(result: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Return out or lse of a packed call, (total, H, ...), as a jagged tensor (B, H, N, ...)."""
-    return torch.nested.nested_tensor_from_jagged(result, offsets).transpose(1, 2)
+def jagged(result: torch.Tensor, query: Any) -> torch.Tensor:
+    """Return out or lse of a packed call, (total, H, ...), as a jagged tensor (B, H, N, ...) with query's lengths."""
+    return torch.nested.nested_tensor_from_jagged(result, query.offsets()).transpose(1, 2)
 
 
 def _values(name: str, tensor: Any) -> torch.Tensor:

@@ -220,7 +220,7 @@ def _resolved(arguments: Arguments, queries: Sharding, keys: Sharding) -> tuple[
     given, packed = arguments._asdict(), arguments.is_packed
     dim, rank = (0, 3) if packed else (2, 4)
     totals = {"query": queries.total, "key": keys.total, "value": keys.total, "rel_query": queries.total}
-    whole = {}
+    whole: dict[str, Any] = {}
     for name, total in totals.items():
         tensor = given.get(name)
         if isinstance(tensor, torch.Tensor) and tensor.dim() == rank:

@@ -212,8 +212,8 @@ def fused_relative_attention(
         arguments = packed(arguments)
     out, lse = _attend(arguments, implementation)
     if arguments.is_packed:
-        out = jagged(out[0].transpose(0, 1), query.offsets())
-        lse = jagged(lse[0].T, query.offsets()) if return_lse else lse
+        out = jagged(out[0].transpose(0, 1), query)
+        lse = jagged(lse[0].T, query) if return_lse else lse
     return (out, lse) if return_lse else out
 
 

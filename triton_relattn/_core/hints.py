@@ -54,6 +54,12 @@ def _shape(value: Any) -> tuple[int, ...]:
     return tuple(value.shape) if isinstance(value, torch.Tensor) and not value.is_nested else ()
 
 
+def _values(tensor: Any) -> list[int]:
+    """Return the values of a vector of integers; [] of anything else, or if they cannot be read."""
+    is_vector = isinstance(tensor, torch.Tensor) and tensor.dtype in (torch.int32, torch.int64) and tensor.dim() == 1
+    return tensor.tolist() if is_vector and has_values(tensor) else []
+
+
 def _broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
     padded = (1,) * (len(full) - len(shape)) + shape
     return len(padded) == len(full) and all(size in (1, other) for size, other in zip(padded, full, strict=True))
@@ -81,8 +87,9 @@ def _fits_exchanged(name: str, given: Arguments) -> bool:
         return len(shape) == 2 + len(given.row_shape(name)) and shape[0] == heads
     if name == "attn_mask":
         return not _broadcasts(shape, _pairs(given)) and _broadcasts(shape, (query[0], heads, num_queries, num_keys))
-    lengths: Any = given.key_lengths
-    return name == "key_lengths" and shape == query[:1] and has_values(lengths) and heads < max(lengths.tolist()) <= num_keys
+    if name == "key_lengths" and shape == query[:1]:
+        return heads < max(_values(given.key_lengths), default=0) <= num_keys
+    return False
 
 
 def _table_hints(name: str, given: Arguments) -> Iterator[Hint]:
@@ -191,12 +198,10 @@ def _integer_hints(name: str, given: Arguments) -> Iterator[Hint]:
 
 
 def _packing_hints(name: str, given: Arguments) -> Iterator[Hint]:
-    starts: Any = getattr(given, name)
-    if not isinstance(starts, torch.Tensor) or starts.dim() != 1 or not starts.numel() or not has_values(starts):
-        return
+    starts = _values(getattr(given, name))
     total = (given.query if name == "cu_seqlens_q" else given.key).shape[0]
-    is_lengths = bool((starts >= 0).all()) and int(starts.sum()) == total != int(starts[-1])
-    yield is_lengths and int(starts[0]) == 0, "cu_seqlens are lengths added up, .cumsum(0)"
+    is_lengths = sum(starts) == total and min(starts, default=0) >= 0 and starts[-1:] != [total]
+    yield is_lengths and starts[:1] == [0], "cu_seqlens are lengths added up, .cumsum(0)"
     yield is_lengths, "cu_seqlens are 0 and lengths added up, torch.nn.functional.pad(lengths.cumsum(0), (1, 0))"
 
 
@@ -223,11 +228,6 @@ def warn_of_likely_mistakes(given: Arguments, tensors: AttentionTensors, spec: A
 def _num_centred_rows(given: Arguments, spec: AttentionSpec) -> int | None:
     """Return the number of rows of tables without positions, None if there are none."""
     return spec.last - spec.first + 1 if given.positions is None and spec.clamp else None
-
-
-def _values(tensor: torch.Tensor | None) -> list[int]:
-    """Return the integers of a vector; [] if there is none, or they cannot be read."""
-    return [] if tensor is None or not has_values(tensor) else tensor.tolist()
 
 
 def _exchanged_dimensions(given: Arguments, tensors: AttentionTensors, spec: AttentionSpec) -> str | None:

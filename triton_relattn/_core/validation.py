@@ -15,7 +15,7 @@ import torch
 from ..positions import LARGEST_POSITION, RelativePositions
 from .arguments import Arguments, has_values
 from .hints import hint_for, warn_of_likely_mistakes
-from .spec import TABLES, AttentionSpec, AttentionTensors
+from .spec import DIFFERENTIABLE, TABLES, AttentionSpec, AttentionTensors
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LARGEST_NUMBER, SMALLEST_NUMBER = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
@@ -56,9 +56,10 @@ def _resolve(arguments: Arguments) -> tuple[AttentionTensors, AttentionSpec]:
     query, key = arguments.query, arguments.key
     if not isinstance(query, torch.Tensor):
         raise TypeError(f"query must be a torch.Tensor, got {type(query).__name__}")
-    for name in ("query", "key", "value", "rel_query"):
-        if name != "rel_query" or arguments.rel_query is not None:
-            check_operand(name, getattr(arguments, name), query)
+    for name in ("query", "key", "value"):
+        check_operand(name, getattr(arguments, name), query)
+    if arguments.rel_query is not None:
+        check_operand("rel_query", arguments.rel_query, query)
     for name in ("is_causal", "enable_gqa", "return_lse"):
         if not isinstance(getattr(arguments, name), bool):
             raise TypeError(f"{name} must be a bool, got {getattr(arguments, name)!r}")
@@ -66,16 +67,7 @@ def _resolve(arguments: Arguments) -> tuple[AttentionTensors, AttentionSpec]:
     num_rows = _check_tables(arguments)
     positions = _check_positions(arguments.positions, num_rows)
 
-    tensors = AttentionTensors(
-        query,
-        key,
-        arguments.value,
-        arguments.rel_query,
-        arguments.rel_key,
-        arguments.rel_value,
-        arguments.rel_bias,
-        arguments.rel_p2c,
-    )
+    tensors = AttentionTensors(**{name: getattr(arguments, name) for name in DIFFERENTIABLE})
     if arguments.is_packed:
         tensors, max_seqlen_q, max_seqlen_k = _check_packing(arguments, tensors)
     else:
@@ -378,7 +370,7 @@ def _require_covered(positions: RelativePositions, spec: AttentionSpec, offsets:
     Args:
         offsets: values of query_offset; None if they are unknown.
     """
-    if spec.coverage(offset_is_known=False) == "full" or 0 in (spec.max_seqlen_q, spec.max_seqlen_k):
+    if spec.coverage(has_one_offset=False) == "full" or 0 in (spec.max_seqlen_q, spec.max_seqlen_k):
         return
     if offsets is None:
         needed = "the values of query_offset are not known here"
