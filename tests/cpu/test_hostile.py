@@ -12,7 +12,6 @@ import dataclasses
 import io
 import pickle
 import threading
-import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -160,13 +159,6 @@ class Window(stock.ShawAttention):
         return out if x.shape[1] <= 150 else out + super().forward(x[:, :150], None).mean(1, keepdim=True)
 
 
-class Clamped(stock.ShawAttention):
-    """Scores are clamped, which sharp weights show."""
-
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        return super().forward(x, mask).clamp(-3, 3)
-
-
 class Segments(stock.ShawAttention):
     """A mask that is 0 of padding, and the number of a segment elsewhere: only the first one is seen."""
 
@@ -174,23 +166,8 @@ class Segments(stock.ShawAttention):
         return super().forward(x, None if mask is None else mask == 1)
 
 
-def larger(module: Any) -> Any:
-    with torch.no_grad():
-        module.wo.weight.mul_(60)
-    return module
-
-
-AT_A_CALL: dict[str, tuple[Callable[[], Any], tuple[Any, ...]]] = {
-    "long sequences": (Window, ()),
-    "large weights": (lambda: larger(Clamped()), ()),
-    "segments": (Segments, (torch.randint(0, 3, LONG[:2]),)),
-}
-
-
-@pytest.mark.parametrize("name", AT_A_CALL)
-def test_a_rule_that_only_calls_show(name: str) -> None:
-    make, masks = AT_A_CALL[name]
-    torch.manual_seed(0)
+@pytest.mark.parametrize(("make", "masks"), [(Window, ()), (Segments, (torch.randint(0, 3, LONG[:2]),))])
+def test_a_rule_that_only_calls_show(make: Callable[[], Any], masks: tuple[Any, ...]) -> None:
     module = make()
     assert enable(module)
     with pytest.warns(UserWarning, match="differs from the stock forward"):
@@ -241,20 +218,6 @@ def test_a_probability_that_is_set_later() -> None:
     module(torch.randn(*LONG))
     module.p = 0.5
     with pytest.warns(UserWarning, match=r"drops weights with p = \{0.5\}, ours with p = 0"):
-        module(torch.randn(*LONG))
-    assert type(module) is Plain
-
-
-def test_a_function_bound_to_the_module_itself() -> None:
-    """It has the module's own weights, so that nothing can be computed in float64; the results are compared all the same."""
-    module = Plain()
-    assert enable(module)
-
-    def scores(self: Any, scores: torch.Tensor) -> torch.Tensor:
-        return scores + self.wq(torch.ones(1, 32)).sum()[None, None] * torch.arange(scores.shape[-1])
-
-    module.scores = types.MethodType(scores, module)  # type: ignore[method-assign]
-    with pytest.warns(UserWarning, match="differs from the stock forward"):
         module(torch.randn(*LONG))
     assert type(module) is Plain
 
@@ -350,31 +313,12 @@ class Locked(stock.ShawAttention):
         self.lock = threading.Lock()
 
 
-class Lazy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c, self.d = (nn.LazyLinear(8) for _ in range(4))
-        self.rel = nn.UninitializedParameter()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-
-class Builtin(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
-        self.rel = nn.Parameter(torch.randn(5, 4))
-
-    forward = torch.add
-
-
 class Raising(stock.ShawAttention):
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         raise KeyError("of the user")
 
 
-@pytest.mark.parametrize("make", [Unknown, Locked, Lazy, Builtin, Raising], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("make", [Unknown, Locked, Raising], ids=lambda each: each.__name__)
 def test_modules_that_raise(make: Callable[[], nn.Module]) -> None:
     """They stay as they are, and the others are enabled."""
     with warnings.catch_warnings():
@@ -499,7 +443,7 @@ def test_a_mask_that_shows_the_future() -> None:
 # Library classes.
 
 
-@pytest.mark.parametrize("name", ["mpnet", "deberta_v2", "bloom", "fastspeech2_conformer"])
+@pytest.mark.parametrize("name", ["deberta_v2", "fastspeech2_conformer"])
 def test_hooks_on_the_dropout_of_the_weights(name: str) -> None:
     """Ours computes no weights: such a call is the stock forward's."""
     model, given = build(name), None
@@ -513,7 +457,7 @@ def test_hooks_on_the_dropout_of_the_weights(name: str) -> None:
     assert_near("output", output(enabled, given), output(model, given))
 
 
-@pytest.mark.parametrize("name", ["bloom", "mpt", "longt5", "deberta"])
+@pytest.mark.parametrize("name", ["bloom", "longt5"])
 def test_stock_forwards_that_cast_to_float32(name: str) -> None:
     """In float64 the stock forward is off by float32's rounding: ours, which is not, is no other."""
     model = build(name).double()

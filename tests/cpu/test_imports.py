@@ -67,14 +67,12 @@ say("triton")
 
 CHANGED = "TRITON_INTERPRET has changed after the first import of triton"
 WHEN = {
-    "before the kernels are loaded": (f"{USE}\nos.environ['TRITON_INTERPRET'] = '1'\nsay('triton')", "True", ""),
     "after the kernels were loaded": (
         f"{USE}\nsay('triton')\nos.environ['TRITON_INTERPRET'] = '1'\nsay('triton')",
         "set TRITON_INTERPRET=1 before the first import of triton and triton_relattn.kernels",
         "",
     ),
     "after triton was imported": (f"import triton\n{USE}\nos.environ['TRITON_INTERPRET'] = '1'\nsay('triton')", CHANGED, ""),
-    "no longer, after the import": (f"import triton\n{USE}\ndel os.environ['TRITON_INTERPRET']\nsay('triton')", CHANGED, "1"),
     "no longer, after a forward": (
         f"{USE}\nleaf, out = attend('triton')\ndel os.environ['TRITON_INTERPRET']\nout.sum().backward()\nprint('triton', "
         "bool(leaf.grad.isfinite().all()))",

@@ -172,7 +172,7 @@ def _position_hints(given: Arguments) -> Iterator[Hint]:
 
 def _mask_hints(given: Arguments) -> Iterator[Hint]:
     mask, shape, pairs = given.attn_mask, _shape(given.attn_mask), _pairs(given)
-    if mask is None or not shape:
+    if mask is None or not shape or mask.requires_grad:
         return
     is_integer = not (mask.is_floating_point() or mask.is_complex() or mask.dtype == torch.bool)
     to_bool = ".bool()" if is_integer else ""
@@ -200,7 +200,7 @@ def _integer_hints(name: str, given: Arguments) -> Iterator[Hint]:
 def _packing_hints(name: str, given: Arguments) -> Iterator[Hint]:
     starts = _values(getattr(given, name))
     total = (given.query if name == "cu_seqlens_q" else given.key).shape[0]
-    is_lengths = sum(starts) == total and min(starts, default=0) >= 0 and starts[-1:] != [total]
+    is_lengths = len(starts) > 0 and min(starts) >= 0 and sum(starts) == total != starts[-1]
     yield is_lengths and starts[:1] == [0], "cu_seqlens are lengths added up, .cumsum(0)"
     yield is_lengths, "cu_seqlens are 0 and lengths added up, torch.nn.functional.pad(lengths.cumsum(0), (1, 0))"
 
@@ -219,9 +219,9 @@ LEVELS = 5  # of the stack from warn_of_likely_mistakes to the caller of a publi
 
 
 def warn_of_likely_mistakes(given: Arguments, tensors: AttentionTensors, spec: AttentionSpec) -> None:
-    """Warn once for each reason of a valid call that is probably a mistake."""
+    """Warn of a valid call that is probably a mistake, once for each reason; what was warned of is not looked at again."""
     for check in LIKELY_MISTAKES:
-        if (text := check(given, tensors, spec)) and not was_given(check.__name__):
+        if not was_given(check.__name__) and (text := check(given, tensors, spec)):
             warn_once(check.__name__, text, LEVELS, UserWarning)
 
 
@@ -349,10 +349,10 @@ def _hidden_by_position(given: Arguments, tensors: AttentionTensors, spec: Atten
 def _mask_values(given: Arguments, tensors: AttentionTensors, spec: AttentionSpec) -> str | None:
     """Masks that hide everything, the opposite of what is meant, or nothing at all.
 
-    The whole mask is read only if what the last query or the first key has looks wrong, and never after a warning.
+    The whole mask is read only if what the last query or the first key has looks wrong.
     """
     mask = tensors.attn_mask
-    if mask is None or was_given(_mask_values.__name__) or not mask.numel() or not has_values(mask):
+    if mask is None or not mask.numel() or not has_values(mask):
         return None
     hides_all = "attn_mask hides every key of every query. "
     if mask.dtype != torch.bool:
