@@ -17,7 +17,7 @@ from triton_relattn._operators import grid_attention, relative_attention
 
 def resolved(*tensors: torch.Tensor | None, **arguments: Any) -> tuple[AttentionTensors, AttentionSpec]:
     """A call that has been checked; what it drops is drawn after torch.manual_seed(0)."""
-    call, spec = resolve(Arguments.of(*tensors, **arguments))  # type: ignore[arg-type]
+    call, spec = resolve(Arguments(*tensors, **arguments))  # type: ignore[arg-type]
     if spec.dropout_p > 0:
         torch.manual_seed(0)
         call = call._replace(dropout_seed=draw_seed())

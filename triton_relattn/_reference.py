@@ -24,7 +24,7 @@ def reference_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute out and lse as :func:`triton_relattn.fused_relative_attention` defines them, densely. It explains the arguments.
     Key and value may have fewer heads than query. dropout_seed: by default drawn from torch's generator."""
-    tensors, spec = resolve(Arguments.of(query, key, value, rel_key, **named).replaced(enable_gqa=True))
+    tensors, spec = resolve(Arguments(query, key, value, rel_key, **named)._replace(enable_gqa=True))
     if spec.dropout_p > 0:
         tensors = tensors._replace(dropout_seed=draw_seed(query.device) if dropout_seed is None else dropout_seed)
     return resolved_reference(tensors, spec)

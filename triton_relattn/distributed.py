@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ._core import removed, validation
-from ._core.arguments import Arguments
+from ._core.arguments import Arguments, Options, OptionsVarlen
+from ._core.names import require_names
 from ._core.spec import TABLES, AttentionSpec, AttentionTensors
 from ._distributed.attention import (
     Layout,
@@ -94,9 +95,10 @@ def fused_relative_attention(
     Sources: Grattafiori et al., "The Llama 3 Herd of Models", 2024 (gathered keys); Brandon et al., "Striped Attention", 2023
     (balance); Jacobs et al., "DeepSpeed Ulysses", 2023.
     """
-    arguments = Arguments.of(query, key, value, rel_key, **options)
+    require_names("fused_relative_attention", options, Options.__annotations__)
+    arguments = Arguments(query, key, value, rel_key, **options, return_lse=return_lse)
     sizes = shard_sizes, key_shard_sizes
-    out, lse = _attend(arguments, group, method, layout, sizes, reduce_tables, return_lse, implementation)
+    out, lse = _attend(arguments, group, method, layout, sizes, reduce_tables, implementation)
     return (out, lse) if return_lse else out
 
 
@@ -132,10 +134,22 @@ def fused_relative_attention_varlen(
     Returns:
         out (the rank's queries, Hq, Dv), with return_lse also lse (Hq, the rank's queries).
     """
-    starts, longest = {"q": cu_seqlens_q, "k": cu_seqlens_k}, {"q": max_seqlen_q, "k": max_seqlen_k}
-    arguments = Arguments.of(query, key, value, rel_key, **options, cu_seqlens=starts, max_seqlens=longest)
+    require_names("fused_relative_attention_varlen", options, OptionsVarlen.__annotations__)
+    arguments = Arguments(
+        query,
+        key,
+        value,
+        rel_key,
+        **options,
+        return_lse=return_lse,
+        is_packed=True,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+    )
     sizes = shard_sizes, key_shard_sizes
-    out, lse = _attend(arguments, group, method, layout, sizes, reduce_tables, return_lse, implementation)
+    out, lse = _attend(arguments, group, method, layout, sizes, reduce_tables, implementation)
     out = out[0].transpose(0, 1)
     return (out, lse[0]) if return_lse else out
 
@@ -189,7 +203,7 @@ def _rank_sizes(
 ) -> tuple[list[int], list[int]]:
     """Return how many queries and keys each rank has."""
     _, rank, size = _process_group(group)
-    dim = 2 if arguments.cu_seqlens is None else 0
+    dim = 0 if arguments.is_packed else 2
     own = [
         tensor.shape[dim] if isinstance(tensor, torch.Tensor) and tensor.dim() > dim else 0  # else resolve raises, on all ranks
         for tensor in (arguments.query, arguments.key)
@@ -208,11 +222,11 @@ def _rank_sizes(
 
 def _resolve(arguments: Arguments, queries: Layout, keys: Layout) -> tuple[AttentionTensors, AttentionSpec]:
     """Check the call as one of the whole sequence, by tensors without memory in its shape; return it with the rank's own."""
-    given, packed = arguments.by_name(), arguments.cu_seqlens is not None
+    given, packed = arguments._asdict(), arguments.is_packed
     dim, rank = (0, 3) if packed else (2, 4)
     num_queries, num_keys = (sum(map(num_positions, layout)) for layout in (queries, keys))
     totals = {"query": num_queries, "key": num_keys, "value": num_keys, "rel_query": num_queries}
-    whole = {}
+    whole: dict[str, Any] = {}
     for name, total in totals.items():
         tensor = given[name]
         if isinstance(tensor, torch.Tensor) and tensor.dim() == rank:
@@ -228,7 +242,7 @@ def _resolve(arguments: Arguments, queries: Layout, keys: Layout) -> tuple[Atten
             raise ValueError(f"attn_mask must have one row per query of the rank ({has}), or one row, got {mask.shape[-2]}")
         stand_in = mask.new_ones(()).expand(*mask.shape[:-2], num_queries, mask.shape[-1])
         whole["attn_mask"] = stand_in.requires_grad_(mask.requires_grad)
-    tensors, spec = validation.resolve(arguments.replaced(**whole))
+    tensors, spec = validation.resolve(arguments._replace(**whole))
     local = {name: given[name] for name in totals if given[name] is not None}
     if packed:
         local = {name: tensor.transpose(0, 1)[None] for name, tensor in local.items()}
@@ -244,14 +258,13 @@ def _attend(
     layout: str,
     shard_sizes: tuple[Sequence[int] | None, Sequence[int] | None],
     reduce_tables: bool,
-    return_lse: bool,
     implementation: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out and lse of a call by its arguments."""
     if method not in METHODS:
         hint = f"; {removed.removed('it', removed.METHODS[method])}" if method in removed.METHODS else ""
         raise ValueError(f"method must be one of {METHODS}, got {method!r}{hint}")
-    arguments = arguments.autocast().replaced(return_lse=return_lse)
+    arguments = arguments.autocast()
     is_dtensor = isinstance(arguments.query, DTensor)
     if is_dtensor:
         tensors, spec = validation.resolve(arguments)
@@ -263,10 +276,10 @@ def _attend(
     if spec.dropout_p > 0:
         tensors = tensors._replace(**draw_dropout(tensors.query, tensors.num_sequences))
     if is_dtensor:
-        return attend_dtensors(with_wide_tables(tensors), spec, chosen, method, layout, return_lse)
+        return attend_dtensors(with_wide_tables(tensors), spec, chosen, method, layout, arguments.return_lse)
     tables = {name: getattr(tensors, name) for name in TABLES if getattr(tensors, name) is not None}
     tables = {name: table for name, table in tables.items() if table.requires_grad}
     if reduce_tables and tables and torch.is_grad_enabled():
         summed = SummedGradients.apply(group_name(group), *tables.values())
         tensors = tensors._replace(**dict(zip(tables, summed, strict=True)))
-    return attend(tensors, spec, chosen, group, queries, keys, method, return_lse)
+    return attend(tensors, spec, chosen, group, queries, keys, method, arguments.return_lse)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
 from . import _implementations
 from ._core import validation
-from ._core.arguments import Arguments, Terms
+from ._core.arguments import Arguments, Options, OptionsVarlen
 from ._core.names import refuse_unknown
-from ._core.spec import AttentionSpec, AttentionTensors
 from ._distributed.strategies import draw_dropout, shards_positions, with_wide_tables
-from ._jagged import attend_jagged, is_jagged
+from ._jagged import is_jagged, jagged, packed
 from ._operators import relative_attention
 from .positions import RelativePositions
 
@@ -20,10 +19,10 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-def _attend(
-    tensors: AttentionTensors, spec: AttentionSpec, name: str | None, return_lse: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    implementation = _implementations.choose_implementation(name, tensors.query, tensors.value, tensors.rel_query)
+def _attend(arguments: Arguments, implementation: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute out (B, Hq, Nq, Dv) and lse (B, Hq, Nq), or (1, Hq, total_q, Dv) and (1, Hq, total_q) of a packed batch."""
+    tensors, spec = validation.resolve(arguments.autocast())
+    chosen = _implementations.choose_implementation(implementation, tensors.query, tensors.value, tensors.rel_query)
     if spec.dropout_p > 0:
         tensors = tensors._replace(**draw_dropout(tensors.query, tensors.num_sequences))
     if type(tensors.query) is not torch.Tensor:
@@ -31,32 +30,8 @@ def _attend(
         if shards_positions(tensors.query):
             from ._distributed.dtensors import attend_dtensors
 
-            return attend_dtensors(tensors, spec, implementation)
-    return relative_attention(tensors, spec, implementation, return_lse)
-
-
-class OptionsVarlen(TypedDict, total=False):
-    """Keywords of both functions on which the type of the result does not depend; see their signatures."""
-
-    rel_query: torch.Tensor | None
-    rel_value: torch.Tensor | None
-    rel_bias: torch.Tensor | None
-    rel_p2c: torch.Tensor | None
-    positions: RelativePositions | None
-    is_causal: bool
-    window_size: tuple[int, int] | None
-    query_offset: int | torch.Tensor | None
-    dropout_p: float
-    scale: float | None
-    rel_scale: float | None
-    softcap: float | None
-    enable_gqa: bool
-    implementation: str | None
-
-
-class Options(OptionsVarlen, total=False):
-    attn_mask: torch.Tensor | None
-    key_lengths: torch.Tensor | None
+            return attend_dtensors(tensors, spec, chosen)
+    return relative_attention(tensors, spec, chosen, arguments.return_lse)
 
 
 @overload
@@ -211,32 +186,16 @@ def fused_relative_attention(
     """
     if others or unknown:
         refuse_unknown(fused_relative_attention, others, unknown)
-    if is_jagged(query):
-        options = {
-            "rel_query": rel_query,
-            "rel_value": rel_value,
-            "rel_bias": rel_bias,
-            "rel_p2c": rel_p2c,
-            "positions": positions,
-            "attn_mask": attn_mask,
-            "key_lengths": key_lengths,
-            "is_causal": is_causal,
-            "window_size": window_size,
-            "query_offset": query_offset,
-            "dropout_p": dropout_p,
-            "scale": scale,
-            "rel_scale": rel_scale,
-            "softcap": softcap,
-            "enable_gqa": enable_gqa,
-            "return_lse": return_lse,
-            "implementation": implementation,
-        }
-        return attend_jagged(fused_relative_attention_varlen, query, key, value, rel_key, **options)
     arguments = Arguments(
-        query,
-        key,
-        value,
-        Terms(rel_key, rel_query, rel_value, rel_bias, rel_p2c, positions, rel_scale),
+        query=query,
+        key=key,
+        value=value,
+        rel_key=rel_key,
+        rel_query=rel_query,
+        rel_value=rel_value,
+        rel_bias=rel_bias,
+        rel_p2c=rel_p2c,
+        positions=positions,
         attn_mask=attn_mask,
         key_lengths=key_lengths,
         is_causal=is_causal,
@@ -244,12 +203,17 @@ def fused_relative_attention(
         query_offset=query_offset,
         dropout_p=dropout_p,
         scale=scale,
+        rel_scale=rel_scale,
         softcap=softcap,
         enable_gqa=enable_gqa,
         return_lse=return_lse,
     )
-    tensors, spec = validation.resolve(arguments.autocast())
-    out, lse = _attend(tensors, spec, implementation, return_lse)
+    if is_jagged(query):
+        arguments = packed(arguments)
+    out, lse = _attend(arguments, implementation)
+    if arguments.is_packed:
+        out = jagged(out[0].transpose(0, 1), query)
+        lse = jagged(lse[0].T, query) if return_lse else lse
     return (out, lse) if return_lse else out
 
 
@@ -260,10 +224,6 @@ def fused_relative_attention_varlen(
     value: torch.Tensor,
     rel_key: torch.Tensor | None = None,
     *,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
     return_lse: Literal[False] = False,
     **options: Unpack[OptionsVarlen],
 ) -> torch.Tensor: ...
@@ -274,10 +234,6 @@ def fused_relative_attention_varlen(
     value: torch.Tensor,
     rel_key: torch.Tensor | None = None,
     *,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
     return_lse: Literal[True],
     **options: Unpack[OptionsVarlen],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -288,10 +244,6 @@ def fused_relative_attention_varlen(
     value: torch.Tensor,
     rel_key: torch.Tensor | None = None,
     *,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
     return_lse: bool,
     **options: Unpack[OptionsVarlen],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
@@ -358,22 +310,30 @@ def fused_relative_attention_varlen(
     if others or unknown:
         refuse_unknown(fused_relative_attention_varlen, others, unknown)
     arguments = Arguments(
-        query,
-        key,
-        value,
-        Terms(rel_key, rel_query, rel_value, rel_bias, rel_p2c, positions, rel_scale),
+        query=query,
+        key=key,
+        value=value,
+        rel_key=rel_key,
+        rel_query=rel_query,
+        rel_value=rel_value,
+        rel_bias=rel_bias,
+        rel_p2c=rel_p2c,
+        positions=positions,
         is_causal=is_causal,
         window_size=window_size,
         query_offset=query_offset,
         dropout_p=dropout_p,
         scale=scale,
+        rel_scale=rel_scale,
         softcap=softcap,
         enable_gqa=enable_gqa,
         return_lse=return_lse,
-        cu_seqlens={"q": cu_seqlens_q, "k": cu_seqlens_k},
-        max_seqlens={"q": max_seqlen_q, "k": max_seqlen_k},
+        is_packed=True,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
     )
-    tensors, spec = validation.resolve(arguments.autocast())
-    out, lse = _attend(tensors, spec, implementation, return_lse)
+    out, lse = _attend(arguments, implementation)
     out, lse = out[0].transpose(0, 1), lse[0]
     return (out, lse) if return_lse else out

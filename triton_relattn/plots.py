@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from ._core import validation
-from ._core.arguments import Arguments, Terms
+from ._core.arguments import Arguments, Options
 from ._core.dtypes import without_autocast
+from ._core.names import require_names
 from ._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from ._reference import position_term, resolved_reference
 from .positions import RelativePositions
@@ -111,8 +112,21 @@ def attention_terms(
     if rel_key is None and rel_bias is None and rel_p2c is None:  # positions of a table for values, which is not shown
         positions = None
     identity = torch.eye(num_keys, dtype=query.dtype, device=query.device).expand(batch, key_heads, -1, -1)
-    terms = Terms(rel_key, rel_query, None, rel_bias, rel_p2c, positions, rel_scale)
-    arguments = Arguments.of(query, key, identity, **terms._asdict(), query_offset=query_offset, scale=scale, **others)
+    require_names("attention_terms", others, Options.__annotations__)
+    arguments = Arguments(
+        query,
+        key,
+        identity,
+        rel_key,
+        rel_query=rel_query,
+        rel_bias=rel_bias,
+        rel_p2c=rel_p2c,
+        positions=positions,
+        rel_scale=rel_scale,
+        query_offset=query_offset,
+        scale=scale,
+        **others,
+    )
     tensors, spec = validation.resolve(arguments)
 
     dtype = torch.promote_types(query.dtype, torch.float32)

@@ -12,8 +12,8 @@ from typing import Literal
 
 import torch
 
-from ._core.doubts import other_layouts
 from ._core.dtypes import without_autocast
+from ._core.hints import other_layouts
 from .positions import RelativePositions, integer
 
 

@@ -199,7 +199,7 @@ class DenseGradients(NamedTuple):
 def _resolved(inputs: Inputs, arguments: dict[str, Any]) -> tuple[AttentionTensors, AttentionSpec]:
     """Return the call as implementations get it. Key and value are shared if they have fewer heads than query."""
     given: dict[str, Any] = {name: getattr(inputs, name) for name in DIFFERENTIABLE}
-    return resolve(Arguments.of(**given, **arguments).replaced(enable_gqa=True))
+    return resolve(Arguments(**given, **arguments)._replace(enable_gqa=True))
 
 
 def _rows_of_pairs(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -150,7 +150,7 @@ class Case:
     def resolved(self, inputs: CaseTensors, has_table: bool = True) -> tuple[AttentionTensors, AttentionSpec]:
         """The same call as the launchers of the kernels see it, without gradients."""
         inputs = inputs.map(torch.Tensor.detach)
-        return validation.resolve(Arguments.of(*inputs[:3], **self.terms(inputs, has_table)))
+        return validation.resolve(Arguments(*inputs[:3], **self.terms(inputs, has_table)))
 
     def empty(self, device: str = "cpu") -> CaseTensors:
         """Tensors that nothing is known of but their shapes: they take no memory until they are touched."""

@@ -111,7 +111,7 @@ def call(
         query = query[:, :1, :1, :1].expand(1, heads, length, head_dim)
     key = query[:, :key_heads]
     return validation.resolve(
-        Arguments.of(
+        Arguments(
             query,
             key,
             key,

@@ -154,7 +154,7 @@ def standing_for_all(cases: Iterable[Case]) -> list[Checked]:
 def run_kernel(case: Checked, inputs: Inputs, arguments: dict[str, Any]) -> tuple[str, dict[str, torch.Tensor]]:
     """Return what one kernel computes in the selected configuration; those of the backward go on from the forward's results."""
     query, key, value, rel_key = inputs[:4]
-    tensors, spec = validation.resolve(Arguments.of(query, key, value, rel_key, **inputs.terms(), **arguments))
+    tensors, spec = validation.resolve(Arguments(query, key, value, rel_key, **inputs.terms(), **arguments))
     config = Call(tensors, spec).tile(case.kernel)
     is_forward_alone = case.kernel == "forward" and not case.has_lse
     keeps = residual.keeps_residual(tensors) and not is_forward_alone

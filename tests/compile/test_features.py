@@ -89,12 +89,12 @@ def everything(dtype: torch.dtype, width: int, outside: Any, packed: bool) -> tu
 
     arguments = dict(FEATURES)
     if packed:
-        starts = {which: torch.arange(BATCH + 1) * length for which, length in (("q", QUERIES), ("k", KEYS))}
-        arguments |= {"cu_seqlens": starts, "max_seqlens": {"q": QUERIES, "k": KEYS}}
+        arguments |= {"is_packed": True, "max_seqlen_q": QUERIES, "max_seqlen_k": KEYS}
+        arguments |= {f"cu_seqlens_{which}": torch.arange(BATCH + 1) * length for which, length in (("q", QUERIES), ("k", KEYS))}
     else:
         arguments |= {"attn_mask": torch.zeros(KEYS), "key_lengths": torch.zeros(BATCH, dtype=torch.int32)}
     tensors, spec = validation.resolve(
-        Arguments.of(
+        Arguments(
             tensor(HEADS, QUERIES, width),
             tensor(KEY_HEADS, KEYS, width),
             tensor(KEY_HEADS, KEYS, width + 8),

@@ -62,7 +62,7 @@ CALLS: dict[str, Callable[[], Given]] = {
 
 def launched(target: str, given: Given, wanted: tuple[str, ...] | None, d_out_moved: bool = False) -> list[tuple[Any, ...]]:
     """Kernel, grid, and numbers of each launch of a call and, if wanted names gradients (() all), of its backward."""
-    tensors, spec = validation.resolve(Arguments.of(**given))
+    tensors, spec = validation.resolve(Arguments(**given))
     if spec.dropout_p:
         tensors = tensors._replace(dropout_seed=torch.zeros(1, dtype=torch.int64))
     found = list[tuple[Any, ...]]()

@@ -119,7 +119,7 @@ def test_conditions_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("queries", "keys"), [(100, 600), (600, 100)])
 def test_a_call_is_served_by_its_longest_sequence(queries: int, keys: int) -> None:
     query, key = torch.empty(1, 2, queries, 64, dtype=torch.bfloat16), torch.empty(1, 2, keys, 64, dtype=torch.bfloat16)
-    resolved = validation.resolve(Arguments.of(query, key, key, torch.empty(33, 64, dtype=torch.bfloat16), scale=0.1))
+    resolved = validation.resolve(Arguments(query, key, key, torch.empty(33, 64, dtype=torch.bfloat16), scale=0.1))
     profiles.save(of_user(), ARCH, [Row(Conditions(length="512"), OTHER), Row(Conditions(length="2048"), CONFIG)])
     assert {Call(*resolved, arch=ARCH).tile(kernel) for kernel in selection.KERNELS} == {CONFIG}
 

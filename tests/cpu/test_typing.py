@@ -11,7 +11,8 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from triton_relattn import functional
+import triton_relattn
+from triton_relattn._core.arguments import Options, OptionsVarlen
 
 ROOT = Path(__file__).parents[2]
 USER = Path(__file__).with_name("typed_user.py")
@@ -35,11 +36,11 @@ def test_a_user_s_file_passes_mypy_strict(tmp_path: Path) -> None:
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-@pytest.mark.parametrize("name", ["", "_varlen"], ids=["padded", "packed"])
-def test_every_option_has_its_type(name: str) -> None:
+@pytest.mark.parametrize(("name", "options"), [("", Options), ("_varlen", OptionsVarlen)], ids=["padded", "packed"])
+def test_every_option_has_its_type(name: str, options: Any) -> None:
     """The overloads, which a type checker reads, know all that the function takes, and return_lse besides."""
-    function: Any = getattr(functional, f"fused_relative_attention{name}")
+    function: Any = getattr(triton_relattn, f"fused_relative_attention{name}")
     types, parameters = get_type_hints(function), inspect.signature(function).parameters.values()
-    optional = {each.name for each in parameters if each.kind == each.KEYWORD_ONLY and each.default is not each.empty}
-    options: Any = getattr(functional, f"Options{name.removeprefix('_').capitalize()}")
-    assert get_type_hints(options) == {name: types[name] for name in optional - {"return_lse"}}
+    keywords = {parameter.name: parameter.default for parameter in parameters if parameter.kind == parameter.KEYWORD_ONLY}
+    assert get_type_hints(options) == {name: types[name] for name in keywords if name != "return_lse"}
+    assert options.__required_keys__ == {name for name, default in keywords.items() if default is inspect.Parameter.empty}

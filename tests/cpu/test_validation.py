@@ -1,9 +1,11 @@
-"""The contract of a call: a wrong one raises and names the argument, a doubtful one warns once and says what to write instead."""
+"""The contract of a call: a wrong one raises and names the argument, a likely mistake warns once and says what to write."""
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -13,6 +15,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import triton_relattn
 from tests.conftest import forget_warnings
 from tests.oracle import assert_same
 from triton_relattn import (
@@ -23,8 +26,10 @@ from triton_relattn import (
     fused_relative_attention_varlen,
     merge_attention,
     plots,
+    tables,
 )
-from triton_relattn._core import removed
+from triton_relattn._core import names, removed
+from triton_relattn._core.spec import DIFFERENTIABLE
 from triton_relattn.testing import make_inputs, with_different_strides
 
 zeros, lengths, Positions = torch.zeros, torch.tensor, RelativePositions
@@ -80,113 +85,76 @@ def learned() -> torch.Tensor:
 
 GQA: Changes = {"enable_gqa": True}
 SWAPPED = {"query": zeros(2, 5, 3, 8), "key": zeros(2, 7, 3, 8), "value": zeros(2, 7, 3, 4)}
+SHARED = {"query": zeros(2, 8, 2, 8), "key": zeros(2, 6, 1, 8), "value": zeros(2, 6, 1, 4)}
 LAYOUT = ".transpose(1, 2) makes them (batch, heads, length, width)"
 WRONG: dict[str, Wrong] = {
     # Tensors of positions.
     "query_rank": ({"query": zeros(3, 5, 8)}, ValueError, "query must have 4 dimensions | (3, 5, 8)"),
-    "value_rank": ({"value": zeros(7, 4)}, ValueError, "value must have 4 dimensions | (7, 4)"),
     "key_batch": ({"key": zeros(1, 3, 7, 8)}, ValueError, "key | (2, 3, 7, 8) | (1, 3, 7, 8)"),
     "key_heads": ({"key": zeros(2, 1, 7, 8)}, ValueError, "query's 3 heads | got 1 in (2, 1, 7, 8) | enable_gqa=True"),
     "key_heads_do_not_divide": ({**GQA, **qkv(2, 3, 5, 7, 2)}, ValueError, "multiple of key's | got 3 and 2"),
-    "more_key_heads": ({**GQA, **qkv(2, 3, 5, 7, 6)}, ValueError, "multiple of key's | got 3 and 6"),
     "no_key_heads": ({**GQA, **qkv(2, 3, 5, 7, 0)}, ValueError, "multiple of key's | got 3 and 0"),
     "gqa_value_heads": ({"key": zeros(2, 1, 7, 8), **GQA}, ValueError, "value | (2, 1, 7, 4) | (2, 3, 7, 4)"),
     "gqa_int": ({"enable_gqa": 1}, TypeError, "enable_gqa must be a bool, got 1"),
     "key_width": ({"key": zeros(2, 3, 7, 4)}, ValueError, "key | (2, 3, 7, 8) | (2, 3, 7, 4)"),
     "value_length": ({"value": zeros(2, 3, 6, 4)}, ValueError, "value | (2, 3, 7, 4) | (2, 3, 6, 4)"),
     "value_without_width": ({"value": zeros(2, 3, 7, 0)}, ValueError, "widths must be positive | 0 (value)"),
-    "query_type": ({"query": [[1.0]]}, TypeError, "query must be a torch.Tensor, got list"),
     "key_type": ({"key": None}, TypeError, "key must be a torch.Tensor, got NoneType"),
     "query_dtype": ({"query": zeros(2, 3, 5, 8, dtype=torch.int64)}, TypeError, "query must be float16 | torch.int64"),
-    "complex": ({"query": zeros(2, 3, 5, 8, dtype=torch.complex64)}, TypeError, "query must be float16 | torch.complex64"),
     "key_dtype": ({"key": zeros(2, 3, 7, 8).half()}, TypeError, "key | torch.float32 | torch.float16"),
-    "value_dtype": ({"value": zeros(2, 3, 7, 4).double()}, TypeError, "value | torch.float32 | torch.float64"),
     "nested": (
         {"query": torch.nested.nested_tensor([zeros(3, 5, 8)])},
         TypeError,
         "query must be a strided tensor, got a nested",
     ),
-    "sparse": ({"key": zeros(2, 3, 7, 8).to_sparse()}, TypeError, "key must be a strided tensor | torch.sparse_coo"),
-    "key_device": ({"key": meta(2, 3, 7, 8)}, ValueError, "key | device cpu | got meta"),
-    "value_device": ({"value": meta(2, 3, 7, 4)}, ValueError, "value | device cpu | got meta"),
     # Tables.
-    "table_type": ({"rel_key": 3.0}, TypeError, "rel_key must be a torch.Tensor, got float"),
     "table_dtype": ({"rel_key": zeros(9, 8).bfloat16()}, TypeError, "rel_key | torch.float32 | torch.bfloat16"),
-    "table_device": ({"rel_key": meta(9, 8)}, ValueError, "rel_key | device cpu | got meta"),
-    "table_rank": ({"rel_key": zeros(8)}, ValueError, "rel_key | width = 8 | (8,)"),
-    "table_rank_4": ({"rel_key": zeros(2, 3, 9, 8)}, ValueError, "rel_key | (2, 3, 9, 8)"),
     "table_width": ({"rel_key": zeros(9, 4)}, ValueError, "rel_key | width = 8 | (9, 4)"),
     "table_heads": ({"rel_key": zeros(2, 9, 8)}, ValueError, "rel_key | (3, 9, 8) | (2, 9, 8)"),
     "table_without_rows": ({"rel_key": zeros(0, 8)}, ValueError, "rel_key | R >= 1 | (0, 8)"),
     "value_table_width": ({"rel_value": zeros(9, 8)}, ValueError, "rel_value | width = 4 | (9, 8)"),
-    "value_table_heads": ({"rel_value": zeros(2, 9, 4)}, ValueError, "rel_value | (3, 9, 4) | (2, 9, 4)"),
-    "value_table_dtype": ({"rel_value": zeros(9, 4).half()}, TypeError, "rel_value | torch.float32 | torch.float16"),
-    "bias_rank": ({"rel_bias": zeros(1, 3, 9)}, ValueError, "rel_bias | (R,) or (heads, R) | (1, 3, 9)"),
-    "bias_scalar": ({"rel_bias": zeros(())}, ValueError, "rel_bias | (R,) or (heads, R) | ()"),
     "bias_heads": ({"rel_bias": zeros(2, 9)}, ValueError, "rel_bias | (3, 9) | (2, 9)"),
     "bias_without_rows": ({"rel_key": None, "rel_bias": zeros(0)}, ValueError, "rel_bias | R >= 1 | (0,)"),
     "bias_dtype": ({"rel_bias": zeros(9).double()}, TypeError, "rel_bias | torch.float32 | torch.float64"),
     "p2c_width": ({"rel_query": zeros(2, 3, 5, 6), "rel_key": zeros(9, 6), "rel_p2c": zeros(9, 6)}, ValueError, "rel_p2c | = 8"),
-    "p2c_heads": ({"rel_p2c": zeros(2, 9, 8)}, ValueError, "rel_p2c | (3, 9, 8) | (2, 9, 8)"),
-    "p2c_dtype": ({"rel_p2c": zeros(9, 8).half()}, TypeError, "rel_p2c | torch.float32 | torch.float16"),
-    "p2c_rows": ({"rel_p2c": zeros(7, 8)}, ValueError, "same number of rows R | 9 (rel_key) | 7 (rel_p2c)"),
-    "rows_differ": ({"rel_value": zeros(11, 4), "rel_bias": zeros(7)}, ValueError, "9 (rel_key) | 11 (rel_value) | 7 (rel_bias)"),
+    "p2c_rows": ({"rel_p2c": zeros(7, 8)}, ValueError, "rel_p2c must have as many rows R as rel_key, 9, got 7"),
+    "rows_differ": ({"rel_value": zeros(11, 4)}, ValueError, "rel_value must have as many rows R as rel_key, 9, got 11"),
     "rel_query_rank": ({"rel_query": zeros(3, 5, 8)}, ValueError, "rel_query must have 4 dimensions | (3, 5, 8)"),
     "rel_query_heads": ({"rel_query": zeros(2, 1, 5, 8)}, ValueError, "rel_query | (2, 3, 5, 8) | (2, 1, 5, 8)"),
     "rel_query_length": ({"rel_query": zeros(2, 3, 7, 8)}, ValueError, "rel_query | (2, 3, 5, 8) | (2, 3, 7, 8)"),
     "rel_query_width": ({"rel_query": zeros(2, 3, 5, 6)}, ValueError, "rel_key | width = 6 | (9, 8)"),
     "rel_query_without_width": ({"rel_query": zeros(2, 3, 5, 0)}, ValueError, "widths must be positive | 0 (rel_query)"),
-    "rel_query_dtype": ({"rel_query": zeros(2, 3, 5, 8).half()}, TypeError, "rel_query | torch.float32 | torch.float16"),
-    "rel_query_device": ({"rel_query": meta(2, 3, 5, 8)}, ValueError, "rel_query | device cpu | got meta"),
     "rel_query_alone": ({"rel_key": None, "rel_p2c": zeros(9, 8), "rel_query": zeros(2, 3, 5, 8)}, ValueError, "needs rel_key"),
     # Positions.
     "even_table": ({"rel_key": zeros(10, 8)}, ValueError, "even number of rows (10) | positions=RelativePositions(first, last)"),
-    "even_bias": ({"rel_key": None, "rel_bias": zeros(4)}, ValueError, "even number of rows (4)"),
-    "too_few_rows": ({"positions": Positions(-5, 5)}, ValueError, "R = 9 rows | from -5 to 5 need 11"),
-    "too_many_rows": ({"positions": Positions(-7, 0)}, ValueError, "R = 9 rows | from -7 to 0 need 8"),
-    "positions_of_all": ({"positions": Positions(-(2**29), 2**29)}, ValueError, "R = 9 rows, but positions from"),
+    "too_few_rows": ({"positions": Positions(-5, 5)}, ValueError, "positions from -5 to 5 need 11 rows | R = 9"),
     "positions_alone": ({"rel_key": None, "positions": Positions(-4, 4)}, ValueError, "positions | no table"),
     "not_covered": ({"positions": Positions(-4, 4, "error")}, ValueError, 'from -4 to 4 | needs -4 to 6 | outside="error"'),
     "offset_huge": ({"query_offset": 2**63}, ValueError, "query_offset must lie within +-2**29, got 9223372036854775808"),
     "offset_float": ({"query_offset": 2.0}, TypeError, "query_offset must be an int, got 2.0"),
-    "offset_bool": ({"query_offset": False}, TypeError, "query_offset must be an int, got False"),
     "offsets_shape": ({"query_offset": lengths([1, 2, 3])}, ValueError, "query_offset | (batch,) = (2,) | (3,)"),
-    "offset_dtype": ({"query_offset": lengths(1.0)}, TypeError, "query_offset must be int32 or int64 | torch.float32"),
-    "offsets_dtype": ({"query_offset": lengths([1.0, 2.0])}, TypeError, "query_offset must be int32 or int64 | torch.float32"),
-    "offsets_device": ({"query_offset": meta(2, dtype=torch.int64)}, ValueError, "query_offset | device cpu | got meta"),
     # What is visible.
-    "mask_type": ({"attn_mask": [[True]]}, TypeError, "attn_mask must be a torch.Tensor, got list"),
     "mask_dtype": ({"attn_mask": zeros(5, 7).half()}, TypeError, "attn_mask must be bool | torch.float32 | torch.float16"),
     "mask_shape": ({"attn_mask": zeros(7, 5)}, ValueError, "attn_mask must broadcast | (2, 3, 5, 7) | (7, 5)"),
-    "mask_heads": ({"attn_mask": zeros(2, 2, 5, 7)}, ValueError, "attn_mask must broadcast | (2, 3, 5, 7) | (2, 2, 5, 7)"),
-    "mask_rank": ({"attn_mask": zeros(1, 2, 3, 5, 7)}, ValueError, "attn_mask must broadcast | (1, 2, 3, 5, 7)"),
-    "mask_device": ({"attn_mask": meta(5, 7)}, ValueError, "attn_mask | device cpu | got meta"),
     "mask_gradient": ({"attn_mask": zeros(5, 7, requires_grad=True)}, ValueError, "attn_mask is not differentiable | rel_bias"),
     "causal_int": ({"is_causal": 1}, TypeError, "is_causal must be a bool, got 1"),
     "window_int": ({"window_size": 3}, TypeError, "window_size must be a pair (left, right) | got 3"),
-    "window_of_three": ({"window_size": (1, 2, 3)}, TypeError, "window_size must be a pair | (1, 2, 3)"),
     "window_none": ({"window_size": (None, 0)}, TypeError, "a pair (left, right), where -1 means no limit, got (None, 0)"),
     "window_negative": ({"window_size": (-2, 3)}, ValueError, "window_size | at least -1 | (-2, 3)"),
     "window_float": ({"window_size": (1.0, 3)}, TypeError, "window_size must be an int, got 1.0"),
     "window_huge": ({"window_size": (3, 2**31)}, ValueError, "window_size must lie within +-2**29, got 2147483648"),
-    "lengths_type": ({"key_lengths": [7, 7]}, TypeError, "key_lengths must be a torch.Tensor, got list"),
     "lengths_dtype": ({"key_lengths": lengths([7.0, 7.0])}, TypeError, "key_lengths must be int32 or int64 | torch.float32"),
     "lengths_shape": ({"key_lengths": lengths([7, 7, 7])}, ValueError, "key_lengths | (batch,) = (2,) | (3,)"),
-    "lengths_rank": ({"key_lengths": lengths([[7], [7]])}, ValueError, "key_lengths | (2,) | (2, 1)"),
-    "lengths_device": ({"key_lengths": meta(2, dtype=torch.int64)}, ValueError, "key_lengths | got meta"),
     "lengths_negative": ({"key_lengths": lengths([-1, 7])}, ValueError, "[0, 7] | from -1 to 7"),
     "lengths_beyond": ({"key_lengths": lengths([3, 8])}, ValueError, "[0, 7] | from 3 to 8"),
     # Numbers.
     "scale_nan": ({"scale": math.nan}, ValueError, "scale must be finite, got nan"),
     "scale_huge": ({"scale": 1e300}, ValueError, "scale must be finite, got 1e+300 | float32 ends at"),
-    "scale_huge_int": ({"scale": 10**400}, ValueError, "scale must be finite, got 1000"),
     "scale_str": ({"scale": "8"}, TypeError, "scale must be a float, got '8'"),
-    "scale_bool": ({"scale": True}, TypeError, "scale must be a float, got True"),
     "scale_tensor": ({"scale": zeros(())}, TypeError, "scale must be a float, got a tensor; .item() reads its value"),
     "rel_scale_nan": ({"rel_scale": math.nan}, ValueError, "rel_scale must be finite, got nan"),
     "rel_scale_alone": ({"rel_key": None, "rel_scale": 1.0}, ValueError, "rel_scale | rel_key and rel_p2c, which are None"),
     "dropout_negative": ({"dropout_p": -0.1}, ValueError, "dropout_p must lie in [0, 1], got -0.1"),
-    "dropout_beyond": ({"dropout_p": 1.5}, ValueError, "dropout_p must lie in [0, 1], got 1.5"),
     "dropout_nan": ({"dropout_p": math.nan}, ValueError, "dropout_p must be finite, got nan"),
     "dropout_type": ({"dropout_p": None}, TypeError, "dropout_p must be a float, got None"),
     "softcap_zero": ({"softcap": 0.0}, ValueError, "softcap must be positive, got 0.0 | softcap=None means no limit"),
@@ -199,14 +167,14 @@ WRONG: dict[str, Wrong] = {
     "learned_scale_of_content": (
         {"scale": learned(), "rel_scale": 1.0},
         TypeError,
-        "multiply query by it, pass the unscaled query as rel_query, and scale=1.0",
+        "pass the unscaled query as rel_query, and scale=1.0",
     ),
     "learned_rel_scale": ({"rel_scale": learned()}, TypeError, "multiply rel_key and rel_p2c by it, and pass rel_scale=1.0"),
     "learned_softcap": ({"softcap": learned()}, TypeError, "softcap must be a float and has no gradient | with dense attention"),
     "mask_as_table": ({"rel_key": zeros(5, 7, dtype=torch.bool)}, TypeError, "rel_key must be float16 | attn_mask=..."),
     "padding_as_table": ({"rel_key": zeros(2, 1, 1, 7)}, ValueError, "rel_key must have shape | attn_mask=..."),
     "layout": (SWAPPED, ValueError, f"key must have query's 5 heads, got 7 | {LAYOUT}"),
-    "layout_and_rel_query": ({**SWAPPED, "rel_query": zeros(2, 5, 3, 8)}, ValueError, f"got 7 | {LAYOUT}"),
+    "layout_of_groups": ({**GQA, **SHARED}, ValueError, f"query's heads must be a multiple of key's | got 8 and 6 | {LAYOUT}"),
     "layout_of_table": ({**qkv(2, 7, 3), "rel_key": zeros(3, 9, 8)}, ValueError, f"rel_key | = (7, 9, 8) | {LAYOUT}"),
     "layout_of_mask": ({**qkv(2, 7, 3), "attn_mask": zeros(7, 7)}, ValueError, f"attn_mask must broadcast | {LAYOUT}"),
     "layout_of_lengths": ({**qkv(2, 7, 3), "key_lengths": lengths([7, 5])}, ValueError, f"must lie in [0, 3] | {LAYOUT}"),
@@ -217,10 +185,10 @@ WRONG: dict[str, Wrong] = {
     "transposed": ({"rel_key": zeros(8, 9)}, ValueError, "got (8, 9) | rel_key.mT is (R, width)"),
     "heads_transposed": ({"rel_key": zeros(3, 8, 9)}, ValueError, "got (3, 8, 9) | rel_key.mT is (heads, R, width)"),
     "batch_of_tables": ({"rel_key": zeros(2, 3, 9, 8)}, ValueError, "(2, 3, 9, 8) | rel_key[0] is one, which the batch shares"),
-    "batch_and_heads_joined": (
+    "batch_of_joined": (
         {"rel_key": zeros(1, 9, 24)},
         ValueError,
-        "a batch of (R, heads * width); rel_key[0].unflatten(1, (3, -1)).transpose(0, 1) is (heads, R, width)",
+        "rel_key[0].unflatten(1, (3, -1)).transpose(0, 1) is (heads, R",
     ),
     "batch_and_rows_first": ({"rel_key": zeros(1, 9, 3, 8)}, ValueError, "rel_key[0].transpose(0, 1) is (heads, R, width)"),
     "batch_of_biases": ({"rel_bias": zeros(1, 3, 9)}, ValueError, "rel_bias looks like a batch of tables; rel_bias[0] is one"),
@@ -231,12 +199,8 @@ WRONG: dict[str, Wrong] = {
         "per distance, not per pair | t5_buckets | scale=1.0; a bias per pair is attn_mask, without a gradient, or scaled_dot",
     ),
     "bias_as_table": ({"rel_key": zeros(3, 9)}, ValueError, "a bias by distance, (R,) or (heads, R), is rel_bias"),
-    "weight_of_t5": (
-        {"rel_key": None, "rel_bias": zeros(32, 3)},
-        ValueError,
-        "got (32, 3) | rel_bias=weight[tables.t5_buckets(torch.arange(-128, 129))].T, with scale=1.0",
-    ),
-    "half_of_the_rows": ({"positions": Positions.centred(5)}, ValueError, "need 5 | positions=RelativePositions.centred(9)"),
+    "weight_of_t5": ({"rel_key": None, "rel_bias": zeros(32, 3)}, ValueError, "got (32, 3) | rel_bias=weight[tables.t5_buckets("),
+    "half_of_the_rows": ({"positions": Positions.centred(5)}, ValueError, "need 5 rows | positions=RelativePositions.centred(9)"),
     "mask_of_entries": ({"attn_mask": zeros(2, 1, 7, dtype=torch.bool)}, ValueError, "attn_mask[:, None] is one mask per batch"),
     "padding_mask": ({"attn_mask": zeros(2, 7)}, ValueError, "attn_mask[:, None, None] is one mask per batch entry"),
     "mask_of_a_tokenizer": ({"attn_mask": zeros(2, 7, dtype=torch.int64)}, TypeError, "attn_mask[:, None, None].bool() is one"),
@@ -248,46 +212,26 @@ WRONG: dict[str, Wrong] = {
     "shares_as_lengths": (
         {"key_lengths": lengths([1.0, 0.5])},
         TypeError,
-        "key_lengths.int(), or, of fractions | (key_lengths * 7).round().int()",
+        "key_lengths.int(), or, | (key_lengths * 7).round().int()",
     ),
     "mask_as_lengths": ({"key_lengths": zeros(2, 7, dtype=torch.bool)}, TypeError, "key_lengths.sum(1) counts the keys"),
     "integers_as_lengths": ({"key_lengths": zeros(2, 7, dtype=torch.int64)}, ValueError, "got (2, 7); key_lengths.sum(1) counts"),
     # Names of other libraries.
     "causal": ({"causal": None}, TypeError, "fused_relative_attention() got an unexpected | 'causal'; here it is is_causal"),
-    "softmax_scale": ({"softmax_scale": None}, TypeError, "here it is scale"),
-    "mask": ({"mask": None}, TypeError, "here it is attn_mask"),
-    "key_padding_mask": ({"key_padding_mask": None}, TypeError, "here it is key_len"),
-    "alibi_slopes": ({"alibi_slopes": None}, TypeError, "here it is rel_bias=tables.alibi_bias"),
-    "cu_seqlens": ({"cu_seqlens": None}, TypeError, "cu_seqlens_q and cu_seqlens_k of fused_relative_attention_varlen"),
     "cu_seqlens_q": ({"cu_seqlens_q": None}, TypeError, "fused_relative_attention_varlen has it"),
-    "pos_bias_u": ({"pos_bias_u": None}, TypeError, "here it is an argument of tables.fold_transformer_xl"),
     "deterministic": ({"deterministic": None}, TypeError, "there is none here: results repeat bit for bit, except"),
     "exact_query_grad": ({"exact_query_grad": True}, TypeError, "'exact_query_grad'; it was removed in 0.3.0: the gradient of"),
-    "relative_attention_bias": ({"relative_attention_bias": None}, TypeError, "here it is rel_bias=weight[ | scale=1.0"),
-    "past_key_values": ({"past_key_values": None}, TypeError, "here it is key and value | query_offset is the number of keys"),
-    "output_attentions": ({"output_attentions": None}, TypeError, "none here: the probabilities | plots.attention_terms"),
-    "grid": ({"grid": None}, TypeError, "decomposed_relative_attention has it"),
-    "block_table": ({"block_table": None}, TypeError, "there is none here: a paged cache"),
     "a_slip": ({"is_causl": None}, TypeError, "did you mean 'is_causal'?"),
-    "a_plural": ({"rel_keys": None}, TypeError, "did you mean 'rel_key'?"),
     "unknown": ({"colour": None}, TypeError, "unexpected keyword argument 'colour'"),
 }
 WRONG_PACKED: dict[str, Wrong] = {
     "query_rank": ({"query": zeros(1, 5, 3, 8)}, ValueError, "query must have 3 dimensions | (total, heads, width)"),
     "key_heads": ({"key": zeros(7, 1, 8)}, ValueError, "query's 3 heads | got 1 in (7, 1, 8)"),
-    "key_width": ({"key": zeros(7, 3, 4)}, ValueError, "key | (7, 3, 8) | (7, 3, 4)"),
     "value_length": ({"value": zeros(6, 3, 4)}, ValueError, "value | (7, 3, 4) | (6, 3, 4)"),
-    "rel_query_length": ({"rel_query": zeros(7, 3, 8)}, ValueError, "rel_query | (5, 3, 8) | (7, 3, 8)"),
-    "q_type": ({"cu_seqlens_q": [0, 2, 2, 5]}, TypeError, "cu_seqlens_q must be a torch.Tensor, got list"),
     "k_type": ({"cu_seqlens_k": None}, TypeError, "cu_seqlens_k must be a torch.Tensor, got NoneType"),
-    "q_dtype": ({"cu_seqlens_q": lengths([0.0, 5.0])}, TypeError, "cu_seqlens_q must be int32 or int64 | torch.float32"),
     "q_rank": ({"cu_seqlens_q": lengths([[0, 2, 2, 5]])}, ValueError, "cu_seqlens_q | (1, 4)"),
-    "q_scalar": ({"cu_seqlens_q": lengths(5)}, ValueError, "cu_seqlens_q | ()"),
-    "q_empty": ({"cu_seqlens_q": zeros(0, dtype=torch.int64)}, ValueError, "cu_seqlens_q | (0,)"),
-    "q_device": ({"cu_seqlens_q": meta(4, dtype=torch.int64)}, ValueError, "cu_seqlens_q | got meta"),
     "q_start": ({"cu_seqlens_q": lengths([1, 2, 2, 5])}, ValueError, "rise from 0 to the total length 5 | [1, 2, 2, 5]"),
     "q_end": ({"cu_seqlens_q": lengths([0, 2, 2, 4])}, ValueError, "cu_seqlens_q must rise from 0 | 5 | [0, 2, 2, 4]"),
-    "k_beyond": ({"cu_seqlens_k": lengths([0, 4, 5, 9])}, ValueError, "cu_seqlens_k must rise from 0 | 7 | [0, 4, 5, 9]"),
     "k_falling": ({"cu_seqlens_k": lengths([0, 4, 3, 7])}, ValueError, "cu_seqlens_k must rise | [0, 4, 3, 7]"),
     "numbers_differ": ({"cu_seqlens_k": lengths([0, 4, 7])}, ValueError, "cu_seqlens_k | (4,) | (3,)"),
     "q_longer": ({"max_seqlen_q": 2}, ValueError, "max_seqlen_q must be at least 3 | cu_seqlens_q | got 2"),
@@ -317,7 +261,6 @@ WRONG_PACKED: dict[str, Wrong] = {
         "key must have query's 5 heads | .transpose(0, 1) makes them (total, heads, width)",
     ),
     "not_covered": ({"positions": Positions(-4, 4, "error"), "query_offset": 3}, ValueError, "from -4 to 4 | needs -5 to 0"),
-    "dropout": ({"dropout_p": 2.0}, ValueError, "dropout_p must lie in [0, 1], got 2.0"),
     "mask": ({"attn_mask": None}, TypeError, "_varlen() got | 'attn_mask'; fused_relative_attention has it"),
     "max_seqlen": ({"max_seqlen": 3}, TypeError, "_varlen() got | 'max_seqlen'; did you mean 'max_seqlen_"),
     "triton": ({"implementation": "triton"}, NotImplementedError, 'implementation="triton" cannot run here'),
@@ -339,10 +282,46 @@ def test_wrong_packed_calls(case: str) -> None:
     refused(call_varlen, *WRONG_PACKED[case])
 
 
+STRANGE: dict[str, Any] = {
+    "a list": [[1.0]],
+    "a number": 0.5,
+    "text": "8",
+    "a module": torch.nn.Embedding(9, 8),
+    "no dimensions": zeros(()),
+    "no elements": zeros(0),
+    "five dimensions": zeros(1, 1, 1, 3, 9),
+    "complex": zeros(2, dtype=torch.complex64),
+    "integers": zeros(2, 3, 9, dtype=torch.int64),
+    "sparse": zeros(9, 8).to_sparse(),
+    "jagged": torch.nested.nested_tensor([zeros(3, 8)], layout=torch.jagged),
+    "on another device": meta(2, 3, 7, 8),
+}
+TENSORS = [*("key", "value", *DIFFERENTIABLE[3:], "positions"), *("query_offset", "attn_mask", "key_lengths")]
+
+
+@pytest.mark.parametrize("name", [*TENSORS, "cu_seqlens_q", "cu_seqlens_k"])
+def test_strange_arguments(name: str) -> None:
+    """Whatever an argument is, the error names it: none comes from torch, nor from the search for a hint."""
+    for what, strange in STRANGE.items():
+        if (name, what) == ("attn_mask", "no dimensions"):  # broadcasts
+            continue
+        with pytest.raises((TypeError, ValueError)) as raised:
+            (call_varlen if "cu_seqlens" in name else call)(**{name: strange})
+        assert re.match(rf"{name} (must|needs)", str(raised.value)), (what, raised.value)
+
+
 def test_too_many_positional_arguments() -> None:
     inputs = make_inputs(2, 3, 5, 7, 8, 4, num_rows=9, dtype=torch.float32, seed=0)
     with pytest.raises(TypeError, match=r"takes query, key, value, rel_key by position, .* attn_mask=.*; got 5 positional"):
         fused_relative_attention(*inputs[:4], zeros(5, 7))  # type: ignore[call-overload]
+
+
+def test_names_of_other_libraries() -> None:
+    """Each says what it is called here, and what is named there exists."""
+    for name, here in names.OTHER_NAMES.items():
+        refused(call, {name: None}, TypeError, f"unexpected keyword argument {name!r}; here it is {here}")
+        assert all(hasattr(tables, function) for function in re.findall(r"tables\.(\w+)", here)), here
+        assert all(hasattr(triton_relattn, function) for function in re.findall(r"of (fused_\w+)", here)), here
 
 
 OTHERS: dict[str, tuple[Any, Changes, type[Exception], str]] = {
@@ -359,13 +338,6 @@ OTHERS: dict[str, tuple[Any, Changes, type[Exception], str]] = {
         "'causal'; here it is is_causal",
     ),
     "a_name_for_ranks": (distributed.fused_relative_attention, {**qkv(2, 3, 5), "mask": None}, TypeError, "here it is attn_mask"),
-    "a_slip_for_ranks": (distributed.fused_relative_attention, {**qkv(2, 3, 5), "scal": 1}, TypeError, "did you mean 'scale'?"),
-    "an_old_name_for_ranks": (
-        distributed.fused_relative_attention,
-        {**qkv(2, 3, 5), "exact_query_grad": True},
-        TypeError,
-        "it was removed in 0.3.0",
-    ),
 }
 
 
@@ -374,19 +346,26 @@ def test_wrong_calls_of_other_functions(case: str) -> None:
     refused(*OTHERS[case])
 
 
-REMOVED = [(place, name) for place, names in removed.NAMES.items() for name in names]
+REMOVED = [(package, name) for package, entries in removed.NAMES.items() for name in entries]
 
 
-@pytest.mark.parametrize(("place", "name"), [*REMOVED, ("triton_relattn.integrations.fairseq2", "enable")])
-def test_what_was_removed(place: str, name: str) -> None:
-    """An import says what to use instead; names that never were there have Python's errors."""
-    instead = removed.NAMES.get(place, removed.NAMES["triton_relattn.integrations"]).get(name, "fairseq2 is archived")
-    with pytest.raises(ImportError) as raised:
-        exec(f"from {place} import {name}")
-    says(str(raised.value), f"{place} | was removed in 0.3.0: {instead}")
-    if place in removed.NAMES:
-        with pytest.raises(ImportError, match="cannot import name"):
-            exec(f"from {place} import {name}_of_nothing")
+@pytest.mark.parametrize(("package", "name"), REMOVED)
+def test_what_was_removed(package: str, name: str) -> None:
+    """Imports and attributes say what to use instead, and hasattr is false; names that never were there have Python's errors."""
+    module, text = importlib.import_module(package), f"{package}.{name} was removed in 0.3.0: {removed.NAMES[package][name]}"
+    with pytest.raises(ImportError, match=re.escape(text)):
+        exec(f"from {package} import {name}")
+    with pytest.raises(ImportError, match="cannot import name"):
+        exec(f"from {package} import {name}_of_nothing")
+    if name != "fairseq2":  # is a module, so that its own names have the message
+        assert not hasattr(module, name)
+        with pytest.raises(AttributeError, match=re.escape(text)):
+            getattr(module, name)
+
+
+def test_a_name_in_a_removed_module() -> None:
+    with pytest.raises(ImportError, match=r"fairseq2 was removed in 0\.3\.0: fairseq2 is archived"):
+        importlib.import_module("triton_relattn.integrations.fairseq2")
 
 
 def test_every_implementation_is_checked_alike() -> None:
@@ -395,16 +374,17 @@ def test_every_implementation_is_checked_alike() -> None:
 
 
 def test_no_cure_is_named_that_is_none() -> None:
-    """Forgotten enable_gqa, of heads fewer than positions; a wrong table; a mask that has its name."""
+    """Forgotten enable_gqa, of heads fewer than positions; wrong tables; a mask by its name; positions that do not cover."""
     for changes in (
         qkv(2, 4, 7, 7, 2),
         {"rel_key": zeros(9, 4)},
         {"rel_key": zeros(5, 7, dtype=torch.bool), "attn_mask": zeros(5, 7)},
-        {**SWAPPED, "query_offset": 0.5},
+        {"rel_key": zeros(8, 8).half()},
+        {"positions": Positions(-3, 5, "error")},
     ):
         with pytest.raises((TypeError, ValueError)) as raised:
             call(**changes)
-        assert "transpose" not in str(raised.value) and "attn_mask" not in str(raised.value)
+        assert not any(hint in str(raised.value) for hint in ("looks like", "look like", "attn_mask", "centred"))
 
 
 def test_a_learned_scale_as_the_errors_say() -> None:
@@ -450,7 +430,7 @@ PAST_8, TWO_OF_TWO, visible = Positions(-8, 0), qkv(2, 2, 2, 7), torch.ones
 SELF = qkv(2, 3, 7)
 PADDING, FUTURE = (torch.arange(7) >= lengths([[7], [5]]))[:, None, None], visible(7, 7, dtype=torch.bool).triu(1)
 TO_THE_LEFT = (torch.arange(7) >= lengths([[0], [3]]))[:, None, None]
-DOUBTS: dict[str, tuple[Changes, str]] = {
+MISTAKES: dict[str, tuple[Changes, str]] = {
     "outgrown_table": (
         {**query(600), "rel_key": zeros(1027, 8)},
         "stand for distances up to 513, and this call has longer ones | RelativePositions.centred(1027) says",
@@ -460,7 +440,6 @@ DOUBTS: dict[str, tuple[Changes, str]] = {
         "if the last row stands for the query's own position, positions=RelativePositions(-1026, 0)",
     ),
     "odd_table_of_the_past": ({**qkv(2, 3, 9), **CAUSAL}, "up to 4 | centred(9) says | positions=RelativePositions(-8, 0)"),
-    "window_to_the_past": ({**query(50), "window_size": (8, 0)}, "distances up to 4 | positions=RelativePositions(-8, 0)"),
     "table_of_the_future": (
         {"positions": Positions(0, 8), **CAUSAL, "query_offset": 2},
         "from 0 to 8, but is_causal or window_size hides those above 0 | RelativePositions(-8, 0); if the first row does",
@@ -477,9 +456,7 @@ DOUBTS: dict[str, tuple[Changes, str]] = {
         {**query(1), **CAUSAL, "query_offset": -6},
         "no query sees a key: with query_offset=-6 | from 6 to 12 | before the first query, perhaps 6; return_lse=True",
     ),
-    "opposite_offsets": ({**query(1), **CAUSAL, "query_offset": lengths([-6, -2])}, "no query sees a key: with query_offset=-6"),
     "offset_beyond_the_window": ({"window_size": (2, 0), "query_offset": 9}, "no query sees a key: with query_offset=9"),
-    "opposite_offset_packed": ({"max_seqlen_q": 3, **CAUSAL, "query_offset": -4}, "sees a key: with query_offset=-4"),
     "opposite_mask": (
         {"attn_mask": zeros(2, 1, 1, 7, dtype=torch.bool)},
         "hides every key of every query. A bool mask is True where a query may attend | pass ~attn_mask, or return_lse=True",
@@ -493,7 +470,6 @@ DOUBTS: dict[str, tuple[Changes, str]] = {
         {"positions": PAST_8},
         "from -8 to 0, but nothing hides the future | is_causal=True hides them, window_size=(-1, -1) says that this is meant",
     ),
-    "rows_of_the_past_packed": ({"max_seqlen_q": 3, "positions": PAST_8}, "from -8 to 0, but nothing hides the future"),
     "lowest_mask": (
         {"attn_mask": torch.full((5, 7), torch.finfo(torch.float32).min)},
         "hides every key of every query. A floating-point",
@@ -502,7 +478,6 @@ DOUBTS: dict[str, tuple[Changes, str]] = {
     "layout": ({**of_prompt(300, 2), "rel_key": zeros(9, 8)}, f"query has 300 heads, but 2 positions | {LAYOUT}"),
     "layout_with_a_full_table": ({**of_prompt(7, 2, 13)}, f"query has 7 heads, but 2 positions | {LAYOUT}"),
     "layout_with_a_short_table": (of_prompt(100, 8), f"query has 100 heads | {LAYOUT}"),
-    "layout_with_positions": ({**of_prompt(100, 8, 9), "positions": Positions(-8, 0, "zero")}, f"100 heads | {LAYOUT}"),
     "one_step": ({**query(1), **CAUSAL}, "1 queries and 7 keys has no query_offset | query_offset=6, the"),
     "a_chunk": (CAUSAL, "the last 2 keys; | query_offset=2, the number of keys | query_offset=0 says"),
     "a_step_with_padding": (
@@ -515,22 +490,17 @@ DOUBTS: dict[str, tuple[Changes, str]] = {
 MEANT: dict[str, Changes] = {
     "clipped_as_far_as_anybody_does": {**query(600), "rel_key": zeros(1025, 8)},
     "covered": {**query(514), "rel_key": zeros(1027, 8)},
-    "covered_by_a_window": {**query(600), "rel_key": zeros(1027, 8), "window_size": (513, -1)},
     "outgrown, said": {**query(600), "rel_key": zeros(1027, 8), "positions": Positions.centred(1027)},
     "offsets_on_the_device": {"rel_key": zeros(1027, 8), "query_offset": lengths([600, 0])},
     "one_query": qkv(2, 16, 1, 20),
     "many_heads": of_prompt(64, 80),
     "a_table_for_each_head": {**of_prompt(64, 5), "rel_key": zeros(64, 9, 8)},
-    "a_bias_for_each_head": {**of_prompt(64, 5), "rel_key": None, "rel_bias": zeros(64, 9)},
     "a_mask_for_each_head": {**of_prompt(64, 5), "attn_mask": visible(1, 64, 5, 5, dtype=torch.bool)},
     "grouped_heads": {**qkv(1, 64, 5, 5, 8), "rel_key": zeros(33, 8), "enable_gqa": True},
     "no_table": of_prompt(96, 8, None),
-    "a_step_of_many_heads": {**qkv(1, 64, 1, 20), "rel_key": zeros(33, 8)},
     "cross_attention": {},
     "an_offset": {**CAUSAL, "query_offset": 2, "positions": PAST_8},
     "an_offset_of_0": {**CAUSAL, "query_offset": 0},
-    "an_offset_of_each": {**CAUSAL, "query_offset": lengths([0, 0])},
-    "a_window": {"window_size": (2, 2)},
     "fewer_keys": {**query(9), **CAUSAL, "positions": Positions.centred(9)},
     "a_full_table_of_the_past": {**query(7), "rel_key": zeros(13, 8), **CAUSAL},
     "a_short_table_of_the_past": {**query(50), **CAUSAL},
@@ -538,7 +508,6 @@ MEANT: dict[str, Changes] = {
     "one_row": {**query(9), "rel_key": zeros(1, 8), "positions": Positions(0, 0), **CAUSAL},
     "rows_of_the_future_that_are_seen": {"positions": Positions(0, 8)},
     "a_mask_per_head, said": {**TWO_OF_TWO, "attn_mask": visible(1, 2, 1, 7, dtype=torch.bool)},
-    "a_mask_per_head_of_another_batch": {"attn_mask": visible(3, 1, 7, dtype=torch.bool)},
     "a_mask_per_pair, said": {**TWO_OF_TWO, "attn_mask": visible(1, 1, 2, 7, dtype=torch.bool)},
     "a_square_mask": {**qkv(2, 2, 2), "attn_mask": visible(2, 2, dtype=torch.bool)},
     "a_mask_that_shows_one_pair": {"attn_mask": (torch.arange(35) == 9).view(5, 7)},
@@ -551,12 +520,10 @@ MEANT: dict[str, Changes] = {
     "all_but_itself_and_padding": {**SELF, "attn_mask": ~torch.eye(7, dtype=torch.bool) & ~PADDING & ~PADDING.mT},
     "a_part_of_the_future_by_a_mask, said": {**SELF, "attn_mask": FUTURE, "return_lse": True},
     "rows_of_the_past, said": {"positions": PAST_8, "window_size": (-1, -1)},
-    "rows_of_the_past_and_none": {"positions": Positions(-8, 0, "zero")},
     "rows_of_the_past_and_a_mask": {**SELF, "positions": PAST_8, "attn_mask": ~FUTURE},
     "rows_of_the_past_and_one_query": {**query(1), "positions": PAST_8},
     "rows_of_the_past_and_one_key": {"positions": PAST_8, "key_lengths": lengths([1, 1])},
     "an_additive_mask": {**SELF, "attn_mask": torch.where(PADDING, -math.inf, 0.0)},
-    "an_additive_mask_of_other_numbers": {"attn_mask": visible(5, 7).tril() - 0.5},
     "numbers_that_hide_some_keys": {"attn_mask": torch.arange(7) * -1e9},
     "an_offset_that_shows_one_pair": {**CAUSAL, "query_offset": -4},
     "offsets_one_of_which_shows_a_pair": {**query(1), **CAUSAL, "query_offset": lengths([-6, 0])},
@@ -564,14 +531,13 @@ MEANT: dict[str, Changes] = {
     "a_mask_that_hides_a_part, said": {"attn_mask": zeros(5, 7, dtype=torch.bool), "return_lse": True},
     "a_cache_that_is_not_full": {**CAUSAL, "key_lengths": lengths([5, 3])},
     "no_queries": {**query(0), **CAUSAL},
-    "packed_alike": {**CAUSAL, "max_seqlen_q": 4},
     "packed_with_an_offset": {**CAUSAL, "max_seqlen_q": 3, "query_offset": 1},
 }
 
 
-@pytest.mark.parametrize("case", DOUBTS)
-def test_a_doubtful_call_is_warned_of_once(case: str) -> None:
-    changes, parts = DOUBTS[case]
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_likely_mistake_is_warned_of_once(case: str) -> None:
+    changes, parts = MISTAKES[case]
     (message,) = warnings_of(**changes)
     says(message, parts)
 

@@ -49,7 +49,7 @@ def tensors_of(inputs: Inputs) -> dict[str, Any]:
 
 def resolve(inputs: Inputs, **arguments: Any) -> tuple[AttentionTensors, AttentionSpec]:
     """A call as the launchers get it; arguments are those of fused_relative_attention, and dropout has a fixed seed."""
-    tensors, spec = validation.resolve(Arguments.of(**tensors_of(inputs), **arguments))
+    tensors, spec = validation.resolve(Arguments(**tensors_of(inputs), **arguments))
     seed = SEED.to(inputs.query.device)
     return (tensors._replace(dropout_seed=seed) if spec.dropout_p > 0 else tensors), spec
 
@@ -372,8 +372,6 @@ def resolved(inputs: Inputs, arguments: dict[str, Any]) -> tuple[Inputs, Attenti
     """A padded or packed call as the launchers get it."""
     if "cu_seqlens_q" not in arguments:
         return inputs, *resolve(inputs, **arguments)
-    others = dict(arguments)
-    starts, longest = ({which: others.pop(f"{name}_{which}") for which in "qk"} for name in ("cu_seqlens", "max_seqlen"))
-    tensors, spec = validation.resolve(Arguments.of(**tensors_of(inputs), **others, cu_seqlens=starts, max_seqlens=longest))
+    tensors, spec = validation.resolve(Arguments(**tensors_of(inputs), **arguments, is_packed=True))
     inputs = inputs._replace(d_out=inputs.d_out.transpose(0, 1)[None], d_lse=inputs.d_lse[None])
     return inputs, tensors._replace(dropout_seed=SEED) if spec.dropout_p > 0 else tensors, spec

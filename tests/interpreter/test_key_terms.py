@@ -177,8 +177,8 @@ def test_nan_that_only_an_empty_sequence_would_reach(packed: bool) -> None:
         rows = {name: getattr(inputs, name).transpose(1, 2).flatten(0, 1) for name in ("query", "key", "value")}
         rows["query"] = rows["query"][40:]
         inputs = inputs._replace(**rows, d_out=inputs.d_out[1:], d_lse=inputs.d_lse[1:])
-        starts = {which: torch.tensor([0, *itertools.accumulate(each)]) for which, each in lengths.items()}
-        arguments |= {"cu_seqlens": starts, "max_seqlens": {"q": 40, "k": 40}}
+        arguments |= {f"cu_seqlens_{which}": torch.tensor([0, *itertools.accumulate(each)]) for which, each in lengths.items()}
+        arguments |= {"is_packed": True, "max_seqlen_q": 40, "max_seqlen_k": 40}
     else:
         arguments["key_lengths"] = torch.tensor([0, 40])
     assert inputs.rel_p2c is not None

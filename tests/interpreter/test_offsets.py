@@ -159,13 +159,13 @@ def results(
     tensors: dict[str, Any] = {name: getattr(inputs, name) for name in ("query", "key", "value", "rel_query")}
     if packed:
         tensors = {name: tensor[0].transpose(0, 1) for name, tensor in tensors.items()}
-        longest = {"q": num_queries - 4, "k": num_keys - 4}
-        starts = {"q": torch.tensor([0, longest["q"], num_queries]), "k": torch.tensor([0, longest["k"], num_keys])}
-        tensors |= {"cu_seqlens": starts, "max_seqlens": longest}
+        tensors |= {"is_packed": True, "max_seqlen_q": num_queries - 4, "max_seqlen_k": num_keys - 4}
+        tensors["cu_seqlens_q"] = torch.tensor([0, num_queries - 4, num_queries])
+        tensors["cu_seqlens_k"] = torch.tensor([0, num_keys - 4, num_keys])
     else:
         tensors["attn_mask"] = torch.randn(batch, heads, num_queries, num_keys, generator=torch.Generator().manual_seed(0))
     tables = {name: getattr(inputs, name) for name in TABLES}
-    call = validation.resolve(Arguments.of(**tensors, **tables, positions=RelativePositions(first, last), query_offset=offset))
+    call = validation.resolve(Arguments(**tensors, **tables, positions=RelativePositions(first, last), query_offset=offset))
     tiles = dict.fromkeys(selection.KERNELS, TileConfig(block, block, 4, 1))
     of_stored = TileConfig(max(block // 4, 16), block, 4, 1)  # their queries lie 4 apart: as many rows as the others'
     tiles |= {"dq": of_stored, "dtable": of_stored}
@@ -252,7 +252,7 @@ def test_the_last_of_70_000_heads(sizes: tuple[int, int]) -> None:
         )
         assert single.rel_key is not None
         rel_key = single.rel_key.expand(sizes[1], *single.rel_key.shape)
-        call = validation.resolve(Arguments.of(query, key, value, rel_key, positions=RelativePositions(-2, 3)))
+        call = validation.resolve(Arguments(query, key, value, rel_key, positions=RelativePositions(-2, 3)))
         out, lse, softmax_stats, _ = forward(*call, tiles["forward"])
         gradients = backward(d_out, d_lse, out, softmax_stats, *call, wants, tiles)
         *others, d_rel_key = (gradient for gradient in (*gradients[:3], gradients[4]))

@@ -68,7 +68,7 @@ def test_the_fastest_right_one_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(best.block_m) in str(found) and "2 tried" in str(found)
     for length, expected in ((40, best), (600, DEFAULT)):
         tensors, terms = call_of(length)
-        assert Call(*validation.resolve(Arguments.of(*tensors, **terms))).tile("forward") == expected
+        assert Call(*validation.resolve(Arguments(*tensors, **terms))).tile("forward") == expected
     (row,) = profiles.load(tuning.profile_of(torch.device("cpu")), "interpreter")
     assert (row.milliseconds, row.default_milliseconds) == (5.0, 10.0)
     with_times(monkeypatch, {DEFAULT: 10.0, OTHERS[0]: 9.9})  # a gain within noise is none

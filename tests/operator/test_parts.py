@@ -80,10 +80,11 @@ def identity_values(way: Way) -> list[torch.Tensor]:
 def test_a_part_drops_what_the_whole_drops(is_packed: bool, way: Way) -> None:
     """Sequences, heads, queries and keys that are not the first: out shows what is kept for values that are the identity, and
     their gradient for such a d_out."""
-    tensors, packing = identity_values(way), {}
+    tensors, packing = identity_values(way), dict[str, Any]()
     if is_packed:
         tensors = [each.transpose(1, 2).flatten(0, 1) for each in tensors]
-        packing = {"cu_seqlens": dict.fromkeys("qk", torch.arange(3) * LENGTH), "max_seqlens": dict.fromkeys("qk", LENGTH)}
+        packing = {"is_packed": True, "max_seqlen_q": LENGTH, "max_seqlen_k": LENGTH}
+        packing |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.arange(3) * LENGTH)
     call, spec = resolved(*tensors, dropout_p=DROPOUT_P, **packing)
     value = call.value.clone().requires_grad_()
     part = at_place(call._replace(value=value), BATCH, HEADS, 7, 5)

@@ -19,23 +19,19 @@ def cache_folder() -> Path | None:
     return None if folder.startswith("~") else Path(folder)
 
 
-def fingerprint_of(source: bytes) -> str:
-    """Return the fingerprint of a file's text, whatever ends its lines."""
-    return hashlib.sha256(source.replace(b"\r\n", b"\n")).hexdigest()[:16]
-
-
 def fingerprints(paths: Iterable[Path]) -> list[str]:
-    """Return the fingerprints of files, in the order of their paths."""
-    return [fingerprint_of(path.read_bytes()) for path in sorted(paths)]
+    """Return a fingerprint of the text of every file, whatever ends its lines, in the order of their paths."""
+    texts = (path.read_bytes().replace(b"\r\n", b"\n") for path in sorted(paths))
+    return [hashlib.sha256(text).hexdigest()[:16] for text in texts]
 
 
 def digest(*parts: object) -> str:
-    """Return a name for plain values: another one for other values."""
+    """Return a name for plain values, different for different values."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def recall(folder: str, name: str) -> str | None:
-    """Return what was remembered under a name in a folder of the user's files; None if nothing was."""
+    """Return the text under a name in a folder of the user's files; None if there is none."""
     path = _file(folder, name)
     try:
         text = "" if path is None else path.read_text()
@@ -44,15 +40,15 @@ def recall(folder: str, name: str) -> str | None:
     return text.removeprefix(name).strip() if text.startswith(name) else None
 
 
-def remember(folder: str, name: str, said: str) -> bool:
-    """Remember what was said under a name, in one step; return whether the file could be written. A link is not written to."""
+def remember(folder: str, name: str, text: str) -> bool:
+    """Write a text under a name, in one step; return whether the file could be written. A link is not written to."""
     path = _file(folder, name)
     if path is None or path.is_symlink():
         return False
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            file.write(f"{name}\n{said}\n")
+            file.write(f"{name}\n{text}\n")
         os.replace(file.name, path)
     except OSError:
         return False

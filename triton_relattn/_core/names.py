@@ -71,52 +71,46 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 CLOSE = 0.75  # of 1: one letter of four is wrong
 
 
-def unexpected(function: str, name: str, known: Iterable[str]) -> TypeError:
-    """Return the error of an argument that a function does not have, with what it is called here.
-
-    Args:
-        known: the names that the function has.
-    """
-    here = ""
-    if name in ARGUMENTS:
-        here = f"; {removed('it', ARGUMENTS[name])}"
-    elif name in OTHER_NAMES:
-        here = f"; here it is {OTHER_NAMES[name]}"
-    elif name in NOT_NEEDED:
-        here = f"; there is none here: {NOT_NEEDED[name]}"
-    elif name in ELSEWHERE:
-        here = f"; {ELSEWHERE[name]} has it"
-    elif close := difflib.get_close_matches(name, known, 1, CLOSE):
-        here = f"; did you mean {close[0]!r}?"
-    return TypeError(f"{function}() got an unexpected keyword argument {name!r}{here}")
+def require_names(function: str, names: Iterable[str], allowed: Iterable[str]) -> None:
+    """Raise TypeError for an argument that a function does not have; the message says what it is called here."""
+    allowed = list(allowed)
+    for name in names:
+        if name in allowed:
+            continue
+        hint = ""
+        if name in ARGUMENTS:
+            hint = f"; {removed('it', ARGUMENTS[name])}"
+        elif name in OTHER_NAMES:
+            hint = f"; here it is {OTHER_NAMES[name]}"
+        elif name in NOT_NEEDED:
+            hint = f"; there is none here: {NOT_NEEDED[name]}"
+        elif name in ELSEWHERE:
+            hint = f"; {ELSEWHERE[name]} has it"
+        elif close := difflib.get_close_matches(name, allowed, 1, CLOSE):
+            hint = f"; did you mean {close[0]!r}?"
+        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
 
 def refuse_unknown(function: Callable[..., Any], positional: Sequence[Any], named: Iterable[str]) -> None:
-    """Raise TypeError if a function was called with arguments that it does not have.
-
-    Args:
-        positional: those behind the ones that it takes by position.
-        named: the names of those that it does not know.
-    """
+    """Raise TypeError for arguments beyond a function's parameters by position, and for names that it does not have."""
     parameters = inspect.signature(function).parameters.values()
-    by_position = [each.name for each in parameters if each.kind == each.POSITIONAL_OR_KEYWORD]
+    by_position = [parameter.name for parameter in parameters if parameter.kind == parameter.POSITIONAL_OR_KEYWORD]
     if positional:
         raise TypeError(
             f"{function.__name__}() takes {', '.join(by_position)} by position, and all others by name, as attn_mask=...; got "
             f"{len(by_position) + len(positional)} positional arguments"
         )
-    by_name = [each.name for each in parameters if each.kind == each.KEYWORD_ONLY]
-    for name in named:
-        raise unexpected(function.__name__, name, by_position + by_name)
+    by_name = [parameter.name for parameter in parameters if parameter.kind == parameter.KEYWORD_ONLY]
+    require_names(function.__name__, named, by_position + by_name)
 
 
 def with_names(function: Function) -> Function:
-    """Have a function, which takes no ``**`` arguments, say what those that it does not have are called here."""
+    """Have a function without ``**`` arguments say what those that it does not have are called here."""
+    parameters = inspect.signature(function).parameters
 
     @functools.wraps(function)
     def call(*args: Any, **named: Any) -> Any:
-        if unknown := named.keys() - inspect.signature(function).parameters.keys():
-            refuse_unknown(function, (), unknown)
+        require_names(function.__name__, named, parameters)
         return function(*args, **named)
 
     return call  # type: ignore[return-value]

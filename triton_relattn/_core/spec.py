@@ -84,21 +84,21 @@ class AttentionSpec(NamedTuple):
     with_lse: bool = True
     """Compute lse; else "blockwise" leaves it out, (B, Hq, 0)."""
 
-    def coverage(self, offset_is_known: bool = True) -> str:
+    def coverage(self, has_one_offset: bool = True) -> str:
         """Return "full" if the tables have a row for every visible pair; else "clamp" or "zero", what applies beyond their ends.
 
         Args:
-            offset_is_known: false if each sequence has a query_offset of its own.
+            has_one_offset: false if sequences have query_offsets of their own.
         """
-        farthest_past, farthest_future = self.farthest(offset_is_known)
+        farthest_past, farthest_future = self.farthest(has_one_offset)
         if self.first <= farthest_past and farthest_future <= self.last:
             return "full"
         return "clamp" if self.clamp else "zero"
 
-    def farthest(self, offset_is_known: bool = True) -> tuple[int, int]:
+    def farthest(self, has_one_offset: bool = True) -> tuple[int, int]:
         """Return the lowest and the highest relative position that a visible pair may have; exchanged if there is none."""
-        farthest_past = -(self.max_seqlen_q - 1) - self.query_offset if offset_is_known else -(2**31)
-        farthest_future = self.max_seqlen_k - 1 - self.query_offset if offset_is_known else 2**31
+        farthest_past = -(self.max_seqlen_q - 1) - self.query_offset if has_one_offset else -(2**31)
+        farthest_future = self.max_seqlen_k - 1 - self.query_offset if has_one_offset else 2**31
         if self.window_left >= 0:
             farthest_past = max(farthest_past, -self.window_left)
         if self.window_right >= 0:

@@ -12,3 +12,7 @@ def warn_once(about: str, text: str, stacklevel: int = 2, category: type[Warning
     if about not in _given:
         _given.add(about)
         warnings.warn(text, category, stacklevel=stacklevel + 1)
+
+
+def was_given(about: str) -> bool:
+    return about in _given

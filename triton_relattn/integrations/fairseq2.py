@@ -1,5 +1,5 @@
 """Removed in 0.3.0: an import says so."""
 
-from .._core.removed import refuse
+from .._core.removed import NAMES, removed
 
-refuse(__package__, "fairseq2")
+raise ImportError(removed(__name__, NAMES["triton_relattn.integrations"]["fairseq2"]), name=__name__)

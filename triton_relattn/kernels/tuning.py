@@ -96,7 +96,7 @@ def tune(
     arguments.pop("dropout_p", None)
     found = []
     with torch.no_grad():
-        tensors, spec = validation.resolve(Arguments.of(query, key, value, rel_key, **arguments))
+        tensors, spec = validation.resolve(Arguments(query, key, value, rel_key, **arguments))
         for kernel in kernels_of(tensors):
             found.append(_tune(kernel, tensors, spec, most, path))
             if report is not None:
