@@ -1,4 +1,4 @@
-"""The self-attention that the Conformers of transformers share: Wav2Vec2-BERT, Wav2Vec2-Conformer, both Seamless M4T."""
+"""Conformers of Wav2Vec2-BERT, Wav2Vec2-Conformer, both Seamless M4T, and FastSpeech2Conformer."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from typing import Any
 import torch
 
 from ...positions import RelativePositions
-from ..in_place import fused_relative_attention
-from ..transformer_xl import folded
+from ..calls import is_graph
+from ..compact import Compact
+from ..operators import attend, drop_probability, folded, fused_relative_attention, join_heads, split_heads
 from . import masks
-from .heads import InPlace, added, attend_evenly, join_heads, split_heads
+from .attention import Attention, additive_mask, attend_evenly
+from .encoder import Encoder
 
 
-class ConformerAttention(InPlace):
+class ConformerAttention(Attention):
     """Mixin: the forward, for each ``position_embeddings_type``.
 
     .. code-block:: text
@@ -24,12 +26,11 @@ class ConformerAttention(InPlace):
     """
 
     def forward(
-        self: Any,
+        self,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         relative_position_embeddings: torch.Tensor | None = None,
         chunks: tuple[int, int] | None = None,
-        **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """hidden_states (B, N, C), relative_position_embeddings (1, 2N - 1, C), chunks: size, left of attend_in_chunks."""
         rotated = hidden_states
@@ -52,21 +53,20 @@ class ConformerAttention(InPlace):
 
         term |= {"dropout_p": self.dropout.p if self.training else 0.0, "scale": scale}
         if chunks is None or chunks[0] >= query.shape[2]:
-            out: Any = fused_relative_attention(query, key, value, attn_mask=added(attention_mask, query.dtype), **term)
+            out: Any = fused_relative_attention(query, key, value, attn_mask=additive_mask(attention_mask, query.dtype), **term)
         else:
             out = attend_in_chunks(query, key, value, attention_mask, *chunks, **term)
         return self.linear_out(join_heads(out)), None
 
-    def serves(self: Any, relative_position_embeddings: torch.Tensor | None = None, **given: Any) -> bool:
-        return super().serves(**given) and (
-            relative_position_embeddings is not None or self.position_embeddings_type not in ("relative", "rotary")
-        )
+    def serves(self, **given: Any) -> bool:
+        needs_embeddings = self.position_embeddings_type in ("relative", "rotary")
+        return super().serves(**given) and (not needs_embeddings or given.get("relative_position_embeddings") is not None)
 
     @property
-    def longest(self: Any) -> int:
+    def longest(self) -> int:
         return max(getattr(self, "left_max_position_embeddings", 0) or 0, 30) + 10
 
-    def example(self: Any, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
+    def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
         width = self.linear_q.in_features
         mask = masks.example(getattr(self, "config", None), batch, length, real)
         given = {"hidden_states": torch.randn(batch, length, width), "attention_mask": mask}
@@ -95,20 +95,76 @@ def attend_in_chunks(
     parts: list[Any] = []
     for start in range(0, length, size):
         stop, first = min(start + size, length), max(start - left * size, 0) if left >= 0 else 0
-        seen = slice(first, stop)
-        mask = None if attention_mask is None else attention_mask[..., seen]
+        keys = slice(first, stop)
+        mask = None if attention_mask is None else attention_mask[..., keys]
         parts.append(
             fused_relative_attention(
                 query[:, :, start:stop],
-                key[:, :, seen],
-                value[:, :, seen],
+                key[:, :, keys],
+                value[:, :, keys],
                 attn_mask=mask,
                 query_offset=start - first,
                 return_lse=True,
                 **term,
             )
         )
-    out, lse = (torch.cat(each, 2) for each in zip(*parts, strict=True))
+    out, lse = (torch.cat(part, 2) for part in zip(*parts, strict=True))
     if attention_mask is None:
         return out
     return torch.where(torch.isneginf(lse)[..., None], attend_evenly(query, key, value, term["scale"]), out)
+
+
+class SeamlessMask(Compact):
+    """A mask of padding, in place of one of chunks (B, 1, N, N), which transformers knows as complete by its four dimensions."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == torch.Tensor.shape.__get__:  # type: ignore[attr-defined]
+            return (1, 1, 1, 1) if args[0].is_none else args[0].small.shape
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class SeamlessM4Tv2Encoder(Encoder):
+    """Encoder that passes the chunks, which the stock encoder puts in a mask (B, 1, N, N), to its attention."""
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        size, left = self.config.speech_encoder_chunk_size, self.config.speech_encoder_left_chunk_num
+        chunks = None if size is None else (size, left)
+        return super().forward(hidden_states, attention_mask, chunks=chunks, **kwargs)  # type: ignore[misc]
+
+    def _apply_chunk_attention(self, attention_mask: torch.Tensor | None, hidden_states: torch.Tensor) -> Any:
+        make = super()._apply_chunk_attention  # type: ignore[misc]
+        if is_graph():
+            return make(attention_mask, hidden_states)
+        small = None if attention_mask is None else attention_mask[:, None, None].bool()
+        return SeamlessMask.of(small, lambda _: make(attention_mask, hidden_states))
+
+
+class FastSpeech2ConformerAttention(Attention):
+    """(q_i + u) . k_j + (q_i + v) . R[j - i], both scaled; R, a row per distance and head, projected sinusoids."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        pos_emb: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, None]:
+        """hidden_states (B, N, C), attention_mask (B, 1, N), pos_emb (1, 2N - 1, C)."""
+        last = hidden_states.shape[1] - 1
+        out = attend(
+            split_heads(self.linear_q(hidden_states), self.head_dim),
+            split_heads(self.linear_k(hidden_states), self.head_dim),
+            split_heads(self.linear_v(hidden_states), self.head_dim),
+            split_heads(self.linear_pos(pos_emb), self.head_dim),
+            self.pos_bias_u,
+            self.pos_bias_v,
+            RelativePositions(-last, last),
+            attn_mask=None if attention_mask is None else attention_mask[:, None].ne(0),
+            dropout_p=drop_probability(self.dropout),
+        )
+        return self.linear_out(join_heads(out)), None
+
+    def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
+        width = self.linear_q.in_features
+        given = {"hidden_states": torch.randn(batch, length, width), "pos_emb": torch.randn(1, 2 * length - 1, width)}
+        return {**given, "attention_mask": None if real is None else real[:, None]}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 try:
     from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
@@ -51,11 +51,16 @@ class Encoder(PassesOn):
 
     mask_function: str | None = PADDING_IF_THAT_IS_ALL
 
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Return an attribute of the stock class."""
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         # transformers looks up by class what output_hidden_states and the like may record, and enters it when a model is made.
         dict.__setitem__(_CAN_RECORD_REGISTRY, str(cls), getattr(cls, "_can_record_outputs", None))
-        if hasattr(cls, "forward"):
+        if "stock_class" in vars(cls):
             cls.forward = with_weights(cls.forward)
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
