@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from ...positions import RelativePositions
-from ..in_place import fused_relative_attention
-from ..transformer_xl import folded
+from ..operators import folded, fused_relative_attention
 from . import masks
 from .heads import InPlace, added, attend_evenly, join_heads, split_heads
 

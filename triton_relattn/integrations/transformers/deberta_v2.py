@@ -12,7 +12,7 @@ from ... import tables
 from ...positions import RelativePositions
 from ..calls import is_graph
 from ..compact import Compact, is_small
-from ..in_place import fused_relative_attention
+from ..operators import fused_relative_attention
 from .encoder import Encoder
 from .heads import InPlace, drop_probability, join_heads, split_heads
 

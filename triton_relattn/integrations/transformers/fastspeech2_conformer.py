@@ -8,7 +8,7 @@ import torch
 from transformers.models.fastspeech2_conformer import modeling_fastspeech2_conformer as stock
 
 from ...positions import RelativePositions
-from ..transformer_xl import attend
+from ..operators import attend
 from .heads import InPlace, drop_probability, join_heads, split_heads
 
 

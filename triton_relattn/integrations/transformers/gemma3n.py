@@ -9,7 +9,7 @@ from torch.nn import functional
 from transformers.models.gemma3n import modeling_gemma3n as stock
 
 from ...positions import RelativePositions
-from ..in_place import fused_relative_attention
+from ..operators import fused_relative_attention
 from .chunks import InChunks
 from .heads import query_key_value, split_heads
 

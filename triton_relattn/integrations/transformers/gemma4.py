@@ -11,7 +11,7 @@ from transformers.models.gemma4 import modeling_gemma4 as stock
 from ...positions import RelativePositions
 from ..calls import is_graph
 from ..compact import Compact, dense_of, is_small
-from ..in_place import fused_relative_attention
+from ..operators import fused_relative_attention
 from .chunks import InChunks
 from .encoder import Encoder
 from .heads import join_heads, query_key_value, split_heads

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers.models.granite_speech import modeling_granite_speech as stock
 
-from ..in_place import fused_relative_attention
+from ..operators import fused_relative_attention
 from .chunks import InChunks, from_blocks, in_blocks
 from .heads import join_heads, split_heads
 

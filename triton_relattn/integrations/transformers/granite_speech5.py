@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers.models.granite_speech5 import modeling_granite_speech5 as stock
 
-from ..in_place import fused_relative_attention
+from ..operators import fused_relative_attention
 from .chunks import InChunks, from_blocks, in_blocks
 from .granite_speech import blocks_of, rows_of
 from .heads import join_heads, query_key_value

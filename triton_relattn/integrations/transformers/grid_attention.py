@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..in_place import decomposed_relative_attention
+from ..operators import decomposed_relative_attention
 from .heads import InPlace, join_heads
 
 

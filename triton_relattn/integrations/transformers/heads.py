@@ -10,10 +10,10 @@ import torch
 from transformers.cache_utils import EncoderDecoderCache
 
 from .. import in_place
-from ..heads import drop_probability as drop_probability
-from ..heads import join_heads as join_heads
-from ..heads import split_heads as split_heads
-from ..in_place import fused_relative_attention
+from ..operators import drop_probability as drop_probability
+from ..operators import fused_relative_attention
+from ..operators import join_heads as join_heads
+from ..operators import split_heads as split_heads
 from .masks import COLLECTS, collects_weights
 
 
