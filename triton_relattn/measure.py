@@ -22,7 +22,7 @@ import torch
 
 from ._peaks import SHARE, available_bytes, in_own_process, is_out_of_memory, limit_memory, peak_cpu, peak_cuda
 from .integrations import calls
-from .integrations.every import enable
+from .integrations.enable import enable
 from .integrations.replacement import Replacement
 
 WARM_UP = 64  # positions of a first step, in which libraries set themselves up

@@ -732,7 +732,7 @@ def test_flop_counter_whatever_is_imported_first(program: str, tmp_path: Path) -
     """The first call is counted, also that of an exported program, and our import alone brings in nothing heavy."""
     text = "import torch, triton_relattn\nattend = triton_relattn.fused_relative_attention\n"
     if program == "triton_relattn":
-        text += "import sys, triton_relattn.integrations.every\n"
+        text += "import sys, triton_relattn.integrations.enable\n"
         text += 'assert not sys.modules.keys() & {"torch.utils.flop_counter", "triton", "torch._dynamo"}\n'
         text += 'assert "torch.distributed.tensor" not in sys.modules\n'
     elif program == "exported":

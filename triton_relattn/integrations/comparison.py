@@ -23,8 +23,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from .projections import widths
-from .shadow import shadow
+from .shadow import shadow, widths
 
 if TYPE_CHECKING:
     from .replacement import Replacement, Sample

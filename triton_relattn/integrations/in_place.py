@@ -10,10 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ..functional import fused_relative_attention as operator
-from ..grids import decomposed_relative_attention as grid_operator
 from .compact import Compact, dense_of, is_small
-from .comparison import weights_dropout
 from .replacement import ATTRIBUTE, HARMLESS, NAMES, Replacement, Sample, set_attribute
 
 MASKS = ("attention_mask", "mask", "attn_mask")
@@ -21,17 +18,6 @@ BATCH, LENGTHS = 2, (7, 19)
 """Sequences of a comparison, and their lengths; the last one is ``longest`` of the class."""
 SHORT = 64
 """Up to this length there are two sequences, with and without padding, and further modules of a class are also compared."""
-
-
-def fused_relative_attention(*args: Any, dropout_p: float = 0.0, window_size: tuple[int, int] = (-1, -1), **given: Any) -> Any:
-    """Call the operator; while forwards are compared, which needs the same numbers from both, without dropout. What a stock class
-    shows is meant."""
-    return operator(*args, dropout_p=weights_dropout(dropout_p), window_size=window_size, **given)
-
-
-def decomposed_relative_attention(*args: Any, dropout_p: float = 0.0, **given: Any) -> Any:
-    """Call the operator for grids, as above."""
-    return grid_operator(*args, dropout_p=weights_dropout(dropout_p), **given)
 
 
 class InPlace:

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from ...positions import RelativePositions
-from ..heads import join_heads
 from ..in_place import InPlace
-from ..transformer_xl import of_module
+from ..operators import join_heads, module_attention
 
 
 class RelPositionAttention(InPlace):
@@ -53,5 +52,5 @@ def attend(
     if getattr(module, "zero_triu", False):
         last = key.shape[2] - query.shape[2]
         positions = RelativePositions(first, last, "zero")
-    operator = of_module(module, pos_emb[:, : last - first + 1], positions)
+    operator = module_attention(module, pos_emb[:, : last - first + 1], positions)
     return operator(query, key, value, attn_mask=None if mask is None else mask[:, None].ne(0))

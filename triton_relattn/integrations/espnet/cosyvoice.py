@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from cosyvoice.transformer import attention as stock
 
-from ..heads import join_heads
 from ..in_place import InPlace
+from ..operators import join_heads
 from .attention import attend
 
 NO_MASK, NO_POSITIONS, NO_CACHE = torch.ones(0, 0, 0, dtype=torch.bool), torch.empty(0), torch.zeros(0, 0, 0, 0)

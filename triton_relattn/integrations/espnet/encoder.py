@@ -9,8 +9,7 @@ import torch
 from espnet2.asr.encoder import conformer_encoder as stock
 
 from ..calls import is_graph
-from ..functions import with_names
-from ..replacement import PassesOn
+from ..replacement import PassesOn, with_names
 
 
 def make_pad_mask(lengths: Any) -> torch.Tensor:

@@ -8,13 +8,12 @@ import torch
 from nemo.collections.asr.parts.submodules import multi_head_attention as stock
 
 from ...positions import RelativePositions
-from ..heads import join_heads
 from ..in_place import InPlace
-from ..seen import Seen
-from ..transformer_xl import of_module
+from ..masks import ChunkedWindow
+from ..operators import join_heads, module_attention
 
 
-class Mask(Seen):
+class Mask(ChunkedWindow):
     """A mask of an enabled encoder."""
 
     def __getitem__(self, index: tuple[slice, slice]) -> Mask:
@@ -87,7 +86,7 @@ class RelPositionMultiHeadAttention(InPlace, stock.RelPositionMultiHeadAttention
             ends = first if left < 0 else max(first, -left), last if right < 0 else min(last, right)
             rows = slice(ends[0] - first, ends[1] - first + 1)
             first, last = ends
-        operator = of_module(self, pos_emb[:, rows], RelativePositions(first, last, "error"))
+        operator = module_attention(self, pos_emb[:, rows], RelativePositions(first, last, "error"))
         if not isinstance(mask, Mask):
             shown = None if mask is None else ~mask[:, None]
             return operator(query, key, value, attn_mask=shown, query_offset=keys - queries)

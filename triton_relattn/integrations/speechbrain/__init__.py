@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .. import replacement
-from ..doors import functions
+from ..enable import functions
 
 __all__ = ["disable", "enable"]
 

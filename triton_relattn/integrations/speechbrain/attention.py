@@ -10,10 +10,9 @@ from speechbrain.nnet import attention as stock
 from torch import nn
 
 from ...positions import RelativePositions
-from ..heads import drop_probability, join_heads, split_heads
 from ..in_place import InPlace
-from ..seen import Seen
-from ..transformer_xl import attend
+from ..masks import ChunkedWindow
+from ..operators import attend, drop_probability, join_heads, split_heads
 
 LEFT = 5
 """The window of a comparison."""
@@ -34,7 +33,7 @@ class RelPosMHAXL(InPlace, stock.RelPosMHAXL):
         value: torch.Tensor,
         pos_embs: torch.Tensor,
         key_padding_mask: torch.Tensor | None = None,
-        attn_mask: torch.Tensor | Seen | None = None,
+        attn_mask: torch.Tensor | ChunkedWindow | None = None,
         return_attn_weights: bool = True,
     ) -> Any:
         """query (B, Nq, C), key and value (B, Nk, C), pos_embs (1, 2Nk - 1, C).
@@ -54,8 +53,8 @@ class RelPosMHAXL(InPlace, stock.RelPosMHAXL):
             dropout_p=drop_probability(self.dropout_att),
         )
         real = None if key_padding_mask is None else ~key_padding_mask.bool()
-        if isinstance(attn_mask, Seen):
-            seen = Seen(real=real, left=attn_mask.left, right=attn_mask.right, chunk=attn_mask.chunk)
+        if isinstance(attn_mask, ChunkedWindow):
+            seen = ChunkedWindow(real=real, left=attn_mask.left, right=attn_mask.right, chunk=attn_mask.chunk)
             out = seen.attend(operator, *states)
         else:
             out = operator(*states, attn_mask=self._shown(real, attn_mask, states[0]))
@@ -75,7 +74,7 @@ class RelPosMHAXL(InPlace, stock.RelPosMHAXL):
         if real is None:
             return given
         behind = torch.arange(length)[:, None] - torch.arange(length)
-        seen = Seen(left=LEFT, right=0, make=lambda: (behind > LEFT) | (behind < 0))
+        seen = ChunkedWindow(left=LEFT, right=0, make=lambda: (behind > LEFT) | (behind < 0))
         return {**given, "key_padding_mask": ~real, "attn_mask": seen}
 
     def _query_key_value(self, *states: torch.Tensor) -> list[torch.Tensor]:

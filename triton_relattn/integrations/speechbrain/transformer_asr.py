@@ -8,9 +8,8 @@ from typing import Any
 from speechbrain.lobes.models.transformer import TransformerASR as stock
 
 from ..calls import is_graph
-from ..functions import with_names
-from ..replacement import PassesOn
-from ..seen import Seen
+from ..masks import ChunkedWindow
+from ..replacement import PassesOn, with_names
 from .attention import RelPosMHAXL
 
 
@@ -25,10 +24,10 @@ def make_masks(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
 
     seen = None
     if causal:
-        seen = Seen(right=0, make=make)
+        seen = ChunkedWindow(right=0, make=make)
     elif dynchunktrain_config is not None:
         left = dynchunktrain_config.left_context_size_frames()
-        seen = Seen(left=-1 if left is None else left, right=0, chunk=dynchunktrain_config.chunk_size, make=make)
+        seen = ChunkedWindow(left=-1 if left is None else left, right=0, chunk=dynchunktrain_config.chunk_size, make=make)
     return src_padding, tgt_padding, seen, tgt_mask
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..._core.removed import refuse
-from ..projections import projections
+from ..shadow import projections
 from .buckets import BucketedBias
 from .enformer import DistanceFeatures
 from .grid import DecomposedPositions

@@ -15,8 +15,8 @@ from torch import nn
 from ... import tables
 from ...functional import fused_relative_attention
 from ...positions import RelativePositions
-from ..heads import join_heads, split_heads
-from ..projections import projections
+from ..operators import join_heads, split_heads
+from ..shadow import projections
 from .kind import ADDED, HIDDEN, SHOWN, Kind, Reading, Refused, Sample, mask_of, padded, taken, with_masks
 from .roles import assigned, is_table, own_parameters, words_of
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from ...positions import RelativePositions
-from .. import transformer_xl
-from ..heads import join_heads, split_heads
+from .. import operators
+from ..operators import join_heads, split_heads
 from .kind import Kind, Reading, Sample, taken
 from .roles import argument_roles, of_transformer_xl
 
@@ -94,7 +94,7 @@ class DistanceFeatures(Kind):
         rel_key = split_heads(rel_key[None], self.options["width"])
         last, width = states.shape[1] - 1, self.options["width"]
         u, v_bias = (self.part(module, name).reshape(-1, width) for name in ("content_bias", "position_bias"))
-        out = transformer_xl.attend(
+        out = operators.attend(
             q,
             k,
             v,

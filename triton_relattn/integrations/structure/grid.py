@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ...grids import decomposed_relative_attention
-from ..projections import projections
+from ..shadow import projections
 from .kind import Kind, Reading, Refused, Sample, taken
 from .roles import argument_roles, own_parameters, words_of
 

@@ -14,12 +14,12 @@ from torch import nn
 from .. import replacement
 from ..comparison import Refused as Refused
 from ..comparison import weights_dropout
-from ..heads import drop_probability
 from ..in_place import padded as padded
-from ..projections import projections
+from ..operators import drop_probability
 from ..replacement import ATTRIBUTE as ATTRIBUTE
 from ..replacement import Replacement
 from ..replacement import Sample as Sample
+from ..shadow import projections
 from .roles import MASK, argument_roles
 
 

@@ -16,8 +16,8 @@ from torch.nn.functional import linear
 
 from ...functional import fused_relative_attention
 from ...positions import RelativePositions
-from ..heads import join_heads, split_heads
-from ..projections import projections
+from ..operators import join_heads, split_heads
+from ..shadow import projections
 from .kind import ADDED, HIDDEN, SHOWN, Kind, Reading, Sample, mask_of
 from .roles import MASK, argument_roles, assigned, is_table, own_parameters, rows_of, words_of
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..projections import projections
+from ..shadow import projections
 
 WORDS = {
     "position": ("pos", "position", "positional", "rel", "relative"),

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from ...positions import RelativePositions
-from .. import transformer_xl
-from ..heads import join_heads, split_heads
-from ..projections import projections
+from .. import operators
+from ..operators import join_heads, split_heads
+from ..shadow import projections
 from .kind import ADDED, HIDDEN, SHOWN, Kind, Reading, Sample, mask_of, taken, with_masks
 from .roles import of_transformer_xl
 
@@ -146,7 +146,7 @@ class ProjectedPositions(Kind):
         if seen is not None and seen.shape[-1] != k.shape[2]:
             seen = seen[..., : k.shape[2]]
         u, v_bias = (self.part(module, name).reshape(-1, width) for name in ("content_bias", "position_bias"))
-        out = transformer_xl.attend(
+        out = operators.attend(
             q,
             k,
             v,

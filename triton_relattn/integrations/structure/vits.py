@@ -16,7 +16,7 @@ from torch import nn
 
 from ...functional import fused_relative_attention
 from ...positions import RelativePositions
-from ..projections import projections
+from ..shadow import projections
 from .kind import HIDDEN, SHOWN, Kind, Reading, Sample, mask_of, padded, taken, with_masks
 from .roles import assigned, own_parameters
 

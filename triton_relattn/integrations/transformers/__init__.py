@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ..._core.removed import refuse
-from ..doors import functions
+from ..enable import functions
 from .families import Family, supported_families
 from .replacement import LIBRARY as LIBRARY
 

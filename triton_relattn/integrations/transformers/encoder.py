@@ -11,8 +11,8 @@ try:
 except ImportError:  # before transformers 5.2
     from transformers.utils.generic import _CAN_RECORD_REGISTRY
 
-from .. import every
 from ..compact import STOCK_READS
+from ..enable import enable_in
 from ..replacement import PassesOn
 from .masks import PADDING_IF_THAT_IS_ALL, view
 
@@ -67,7 +67,7 @@ class Encoder(PassesOn):
         """Make a model of an enabled model's class, and enable it. Its config may be that of the enabled model."""
         super().__init__(getattr(config, "stock", config), *args, **kwargs)  # type: ignore[call-arg]
         self.__class__ = self.stock_class
-        every.enable_in(self, (), True, ("transformers",), structures=False)
+        enable_in(self, (), True, ("transformers",), structures=False)
 
     def on_enable(self: Any) -> None:
         if self.mask_function and hasattr(self, "config"):

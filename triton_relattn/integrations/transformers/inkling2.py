@@ -13,8 +13,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from ..calls import is_graph
 from ..compact import Compact
-from ..functions import with_names
-from ..replacement import argument_name
+from ..replacement import argument_name, with_names
 from .encoder import Encoder
 from .heads import InPlace, join_heads
 from .inkling import attend, example

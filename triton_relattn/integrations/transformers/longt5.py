@@ -10,7 +10,7 @@ from transformers.models.longt5 import modeling_longt5 as stock
 from ... import tables
 from ...positions import RelativePositions
 from ..compact import Compact, rows
-from ..in_place import fused_relative_attention
+from ..operators import fused_relative_attention
 from .encoder import Encoder
 from .heads import InPlace, join_heads, split_heads
 from .t5 import BucketedAttention

@@ -11,7 +11,7 @@ from ... import tables
 from ...positions import RelativePositions
 from ..calls import is_graph
 from ..compact import Compact, rows
-from ..in_place import fused_relative_attention
+from ..operators import fused_relative_attention
 from .encoder import Encoder
 from .heads import InPlace, added, drop_probability, join_heads, split_heads
 

@@ -11,8 +11,8 @@ from transformers.models.nemotron_asr_streaming import modeling_nemotron_asr_str
 from ...positions import RelativePositions
 from ..calls import is_graph
 from ..compact import Compact, dense_of
+from ..operators import attend
 from ..replacement import PassesOn, argument_name
-from ..transformer_xl import attend
 from . import masks
 from .chunks import Chunks
 from .encoder import Encoder

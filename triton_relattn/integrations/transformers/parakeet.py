@@ -19,7 +19,7 @@ except ImportError:  # before transformers 5.2
 from ...positions import RelativePositions
 from ..calls import is_graph
 from ..compact import Compact, is_small
-from ..transformer_xl import attend
+from ..operators import attend
 from .encoder import Encoder
 from .heads import InPlace, attend_evenly, join_heads, query_key_value, split_heads
 from .masks import Padding

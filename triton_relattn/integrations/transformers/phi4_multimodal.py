@@ -9,7 +9,7 @@ from transformers.models.phi4_multimodal import modeling_phi4_multimodal as stoc
 
 from ...positions import RelativePositions
 from ..compact import rows
-from ..in_place import fused_relative_attention
+from ..operators import fused_relative_attention
 from .encoder import Encoder
 from .heads import InPlace, join_heads, query_key_value
 

@@ -9,7 +9,7 @@ from transformers.models.speecht5 import modeling_speecht5 as stock
 
 from ...positions import RelativePositions
 from ..compact import Compact, rows
-from ..in_place import fused_relative_attention
+from ..operators import fused_relative_attention
 from . import masks
 from .encoder import Encoder
 from .heads import InPlace, added, join_heads, query_key_value

@@ -12,7 +12,7 @@ from transformers.models.t5 import modeling_t5 as stock
 from ... import tables
 from ...positions import RelativePositions
 from ..compact import Compact, dense_of, rows
-from ..in_place import fused_relative_attention
+from ..operators import fused_relative_attention
 from . import masks
 from .encoder import Encoder
 from .heads import (

@@ -8,7 +8,7 @@ import torch
 from transformers.models.vits import modeling_vits as stock
 
 from ...positions import RelativePositions
-from ..in_place import fused_relative_attention
+from ..operators import fused_relative_attention
 from . import masks
 from .encoder import Encoder
 from .heads import InPlace, added, join_heads, query_key_value

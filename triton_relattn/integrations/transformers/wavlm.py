@@ -9,7 +9,7 @@ from transformers.models.wavlm import modeling_wavlm as stock
 
 from ...positions import RelativePositions
 from ..compact import Compact, rows
-from ..in_place import fused_relative_attention
+from ..operators import fused_relative_attention
 from .encoder import Encoder
 from .heads import InPlace, join_heads, query_key_value, split_heads
 

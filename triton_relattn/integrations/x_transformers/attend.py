@@ -9,7 +9,8 @@ from torch.nn.functional import softmax
 from x_transformers import attend as stock
 
 from ...positions import RelativePositions
-from ..in_place import InPlace, fused_relative_attention
+from ..in_place import InPlace
+from ..operators import fused_relative_attention
 from .bias import Bias
 
 MORE = (

@@ -5,18 +5,19 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import operator
+import sys
+import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from .._core.names import with_names
-from . import memory, replacement, structure
+from . import replacement, structure
 from .comparison import Refused, compared, compared_class, first_line
-from .progress import progress
-from .report import LIBRARY, STRUCTURE, Report, Row
+from .report import LIBRARY, STRUCTURE, Report, Row, count_bytes
 
 LIBRARIES = ("transformers", "nemo", "espnet", "speechbrain", "x_transformers")
 PASSES_ON = "passes masks and positions"
@@ -191,7 +192,7 @@ def _compared(
     rows: dict[str, Row] = {}
     chosen: dict[str, type] = {}
     known: dict[Any, Any] = {}
-    for name in progress(list(modules), "comparing modules with their stock forward"):
+    for name in _progress(list(modules), "comparing modules with their stock forward"):
         parent = modules.get(name.rpartition(".")[0])
         if name in enabled or (name not in met and not structures):
             continue
@@ -247,7 +248,7 @@ def _by_class(
     except Refused as refused:
         return Row(name, stock.__name__, met.title, LIBRARY, reason=str(refused)), None
     known[stock] = True
-    sizes = memory.count_bytes(of, module, lengths)
+    sizes = count_bytes(of, module, lengths)
     return Row(name, stock.__name__, met.title, LIBRARY, difference, sizes), ours  # type: ignore[return-value]
 
 
@@ -281,9 +282,78 @@ def _by_structure(
             object.__new__(stock).__class__ = ours
         except TypeError as error:  # a class with __slots__
             raise Refused(f"its class cannot be exchanged: {error}") from error
-        sizes = memory.count_bytes(getattr(ours, replacement.ATTRIBUTE), module, lengths, parent)
+        sizes = count_bytes(getattr(ours, replacement.ATTRIBUTE), module, lengths, parent)
         return Row(name, stock.__name__, title, STRUCTURE, difference, sizes), ours
     except Refused as refused:
         return Row(name, stock.__name__, title, STRUCTURE, reason=str(refused)), None
     except Exception as error:  # a module of the user may raise anything
         return Row(name, stock.__name__, title, STRUCTURE, reason=f"{type(error).__name__}: {first_line(error)}"), None
+
+
+T = TypeVar("T")
+SECONDS = 2.0
+"""How long nothing is shown."""
+WIDTH = 30
+
+
+def _progress(items: Sequence[T], label: str) -> Iterator[T]:
+    """Yield items; from SECONDS on a bar shows how many are done, if the errors go to a terminal."""
+    start, shown = time.monotonic(), False
+    for number, each in enumerate(items, 1):
+        yield each
+        if sys.stderr.isatty() and time.monotonic() - start > SECONDS:
+            shown, done = True, WIDTH * number // len(items)
+            print(f"\r{label} [{'#' * done:{WIDTH}}] {number}/{len(items)}", end="", file=sys.stderr, flush=True)
+    if shown:
+        print(file=sys.stderr)
+
+
+ENABLE = """{summary}
+
+:func:`triton_relattn.enable` does the same for models of all libraries, and says how modules are compared before.
+
+Args:
+    module: {module} Other models of the same class stay as they are; so do checkpoints, parameters and hooks.
+    lengths: for which the report counts memory, in positions.
+    check_calls: whether some of your calls are compared with the stock forward.
+
+Returns:
+    The report of :func:`triton_relattn.enable`: a dict of the names of the modules, as ``module.named_modules()`` has them, and
+    of their stock classes. Empty if all of it was enabled before.
+
+{text}
+
+Raises:
+    ValueError: nothing in module is of these classes.
+    RuntimeError: all modules that are were refused; the message has the reasons.
+    TypeError: module is no module and holds none; lengths that are not integers.
+
+Example:
+{example}
+"""
+DISABLE = """Undo :func:`enable` in module and all inside it.
+
+Returns:
+    The names of the modules that are stock again, and of their classes; empty if none was enabled.
+"""
+
+
+def functions(
+    package: str, *, summary: str, module: str, text: str, example: str
+) -> tuple[Callable[..., Report], Callable[[Any], dict[str, str]]]:
+    """Return the functions enable and disable of a library, with their docstrings."""
+
+    @with_names
+    def enable_module(module: Any, *, lengths: int | Sequence[int] = 4096, check_calls: bool = True) -> Report:
+        return enable_in(module, lengths, check_calls, (package.rpartition(".")[2],), structures=False)
+
+    def disable_module(module: Any) -> dict[str, str]:
+        return disable(module)
+
+    lines = "\n".join(f"    {line}" for line in example.strip().splitlines())
+    enable_module.__doc__ = ENABLE.format(summary=summary, module=module, text=text.strip(), example=lines)
+    disable_module.__doc__ = DISABLE
+    for name, function in (("enable", enable_module), ("disable", disable_module)):
+        function.__name__ = function.__qualname__ = name
+        function.__module__ = package
+    return enable_module, disable_module
