@@ -8,8 +8,8 @@ from ..enable import functions
 __all__ = ["disable", "enable"]
 
 SOURCES = (
-    replacement.Source("espnet.nets.pytorch_backend.transformer.attention", f"{__name__}.relative", "ESPnet's Conformer"),
-    replacement.Source("espnet2.asr.encoder.conformer_encoder", f"{__name__}.encoder", "ESPnet's Conformer"),
+    replacement.Source("espnet.nets.pytorch_backend.transformer.attention", f"{__name__}.conformer", "ESPnet's Conformer"),
+    replacement.Source("espnet2.asr.encoder.conformer_encoder", f"{__name__}.conformer", "ESPnet's Conformer"),
     replacement.Source("cosyvoice.transformer.attention", f"{__name__}.cosyvoice", "CosyVoice's attention"),
 )
 

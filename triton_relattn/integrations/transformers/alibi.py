@@ -140,9 +140,7 @@ class FalconAttention(Attention):
             bias = alibi.unflatten(0, (-1, self.num_heads)) / math.sqrt(self.head_dim)
             attention_mask = masked_bias(bias, attention_mask)
         dropout_p = self.attention_dropout.p if self.training else 0.0
-        out = causal_attention(
-            query, key, value, attention_mask, is_causal=is_causal, query_offset=offset, dropout_p=dropout_p
-        )
+        out = causal_attention(query, key, value, attention_mask, is_causal=is_causal, query_offset=offset, dropout_p=dropout_p)
         return self.dense(join_heads(out)), None
 
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:

@@ -80,21 +80,22 @@ class Padding(Compact):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def real_keys(attention_mask: torch.Tensor | None, kv_length: int, kv_offset: int) -> torch.Tensor | None:
+def real_keys(arguments: dict[str, Any]) -> torch.Tensor | None:
     """Return the mask (B, 1, 1, Nk), True where a key is not padding; None if there is no padding."""
-    if attention_mask is None:
+    real, first = arguments["attention_mask"], arguments["kv_offset"]
+    end = first + arguments["kv_length"]
+    if real is None:
         return None
-    missing = kv_offset + kv_length - attention_mask.shape[-1]
-    real = pad(attention_mask, (0, missing)) if missing > 0 else attention_mask  # keys to come, of a static cache
-    return real[:, None, None, kv_offset : kv_offset + kv_length].bool()
+    if end > real.shape[-1]:  # keys to come, of a static cache
+        real = pad(real, (0, end - real.shape[-1]))
+    return real[:, None, None, first:end].bool()  # type: ignore[no-any-return]
 
 
 def padding(**arguments: Any) -> Any:
     """Return the mask (B, 1, 1, Nk) of an encoder whose attention knows all else that is hidden; None if there is no padding."""
     if is_graph():
         return stock_mask(arguments)
-    real = real_keys(*(arguments[name] for name in ("attention_mask", "kv_length", "kv_offset")))
-    return with_dense(Padding, real, arguments)
+    return with_dense(Padding, real_keys(arguments), arguments)
 
 
 def padding_if_that_is_all(*, is_needed: bool = False, is_inverted: bool = False, **arguments: Any) -> Any:
@@ -111,7 +112,7 @@ def padding_if_that_is_all(*, is_needed: bool = False, is_inverted: bool = False
     is_full = function is bidirectional_mask_function
     is_window = arguments.get("local_size") is not None and arguments.get("allow_is_causal_skip", False)
     if is_full or is_window or function is causal_mask_function:
-        mask = real_keys(*(arguments[name] for name in ("attention_mask", "kv_length", "kv_offset")))
+        mask = real_keys(arguments)
         if mask is None and is_needed:
             shape = arguments["batch_size"], 1, 1, arguments["kv_length"]
             mask = torch.ones(shape, dtype=torch.bool, device=arguments.get("device"))

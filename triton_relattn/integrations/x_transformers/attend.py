@@ -11,7 +11,7 @@ from x_transformers import attend as stock
 from ...positions import RelativePositions
 from ..in_place import InPlace
 from ..operators import fused_relative_attention
-from .bias import Bias
+from .biases import Bias
 
 MORE = (
     *("pre_softmax_talking_heads", "post_softmax_talking_heads", "pre_scale_post_talking_heads", "selective", "cog_signed"),
