@@ -6,8 +6,10 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.functional import pad
 
 from ..in_place import InPlace
+from ..masks import ChunkedWindow
 from ..operators import fused_relative_attention, split_heads
 from .masks import COLLECTS, collects_weights
 
@@ -80,6 +82,16 @@ def attend_evenly(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, s
     covariance = (root * (key - key.mean(2, keepdim=True))).mT @ (root * (value - mean).detach())
     change = scale * (query @ covariance)
     return mean + (change - change.detach())
+
+
+def sees_a_key(window: ChunkedWindow, queries: int) -> torch.Tensor:
+    """Return which queries see a real key, (B, Nq), bool."""
+    assert window.real is not None
+    start = (torch.arange(queries, device=window.real.device) + window.first) // window.chunk * window.chunk
+    first = torch.zeros_like(start) if window.left < 0 else (start - window.left).clamp(min=0)
+    end = (start + window.chunk + window.right).clamp(max=window.real.shape[1])
+    count = pad(window.real.cumsum(1), (1, 0))  # of real keys before a position
+    return count[:, end] > count[:, first]
 
 
 def first_position(cache: Any, layer: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -9,9 +10,10 @@ import torch
 from ...positions import RelativePositions
 from ..calls import is_graph
 from ..compact import Compact
+from ..masks import ChunkedWindow
 from ..operators import attend, drop_probability, folded, fused_relative_attention, join_heads, split_heads
 from . import masks
-from .attention import Attention, additive_mask, attend_evenly
+from .attention import Attention, additive_mask, attend_evenly, sees_a_key
 from .encoder import Encoder
 
 
@@ -32,7 +34,10 @@ class ConformerAttention(Attention):
         relative_position_embeddings: torch.Tensor | None = None,
         chunks: tuple[int, int] | None = None,
     ) -> tuple[torch.Tensor, None]:
-        """hidden_states (B, N, C), relative_position_embeddings (1, 2N - 1, C), chunks: size, left of attend_in_chunks."""
+        """hidden_states (B, N, C), relative_position_embeddings (1, 2N - 1, C).
+
+        chunks: length of a chunk, and number of chunks that a query sees before its own; -1: all.
+        """
         rotated = hidden_states
         if self.position_embeddings_type == "rotary":
             rotated = self._apply_rotary_embedding(hidden_states, relative_position_embeddings)
@@ -55,7 +60,15 @@ class ConformerAttention(Attention):
         if chunks is None or chunks[0] >= query.shape[2]:
             out: Any = fused_relative_attention(query, key, value, attn_mask=additive_mask(attention_mask, query.dtype), **term)
         else:
-            out = attend_in_chunks(query, key, value, attention_mask, *chunks, **term)
+            size, left = chunks
+            real = None if attention_mask is None else attention_mask[:, 0, 0]
+            window = ChunkedWindow(real=real, left=max(left * size, -1), right=0, chunk=size)
+            out = window.attend(functools.partial(fused_relative_attention, **term), query, key, value)
+            if real is not None:
+                # The adapter's convolution mixes queries from which padding hides all with real ones: they see all keys evenly,
+                # those of other chunks, too.
+                visible = sees_a_key(window, query.shape[2])[:, None, :, None]
+                out = torch.where(visible, out, attend_evenly(query, key, value, scale))
         return self.linear_out(join_heads(out)), None
 
     def serves(self, **given: Any) -> bool:
@@ -75,43 +88,6 @@ class ConformerAttention(Attention):
         if self.position_embeddings_type == "rotary":
             given["relative_position_embeddings"] = torch.randn(2, length, 1, 1, self.head_size)
         return given
-
-
-def attend_in_chunks(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    size: int,
-    left: int,
-    **term: Any,
-) -> torch.Tensor:
-    """Compute attention in which a query sees its own chunk of ``size`` keys and ``left`` chunks before it; left = -1: all.
-
-    A query from which padding hides all of these sees all keys evenly, those of other chunks, too. The adapter of Seamless M4T v2
-    depends on it: its convolution mixes such frames with real ones.
-    """
-    length = query.shape[2]
-    parts: list[Any] = []
-    for start in range(0, length, size):
-        stop, first = min(start + size, length), max(start - left * size, 0) if left >= 0 else 0
-        keys = slice(first, stop)
-        mask = None if attention_mask is None else attention_mask[..., keys]
-        parts.append(
-            fused_relative_attention(
-                query[:, :, start:stop],
-                key[:, :, keys],
-                value[:, :, keys],
-                attn_mask=mask,
-                query_offset=start - first,
-                return_lse=True,
-                **term,
-            )
-        )
-    out, lse = (torch.cat(part, 2) for part in zip(*parts, strict=True))
-    if attention_mask is None:
-        return out
-    return torch.where(torch.isneginf(lse)[..., None], attend_evenly(query, key, value, term["scale"]), out)
 
 
 class SeamlessMask(Compact):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ from transformers.models.nemotron_asr_streaming import modeling_nemotron_asr_str
 from ...positions import RelativePositions
 from ..calls import is_graph
 from ..compact import Compact, dense_of
+from ..masks import ChunkedWindow
 from ..operators import attend, join_heads, split_heads
 from ..replacement import PassesOn, argument_name
-from .attention import Attention, first_position, query_key_value
+from .attention import Attention, first_position, query_key_value, sees_a_key
 from .encoder import Encoder
 from .masks import PADDING
 
@@ -23,9 +25,11 @@ CACHE = argument_name(stock.NemotronAsrStreamingEncoderBlock.forward, "cache")
 class StreamingAttention(Attention):
     """(q_i + u) . k_j + (q_i + v) . R[j - i], both scaled; a frame sees its chunk and some chunks before it.
 
-    Each chunk of queries is a batch entry, with a copy of the keys that it sees. R, a row per distance and head, is made of
-    sinusoids; only the rows of distances that are seen are projected.
+    R, a row per distance and head, is made of sinusoids; only the rows of distances between visible frames are projected.
     """
+
+    small = ("attention_mask",)
+    constants = ("position_embeddings",)  # of which all sequences have the same
 
     def forward(
         self,
@@ -33,49 +37,42 @@ class StreamingAttention(Attention):
         position_embeddings: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         cache: Any = None,
-        chunks: tuple[int, int] | None = None,
+        chunks: tuple[int, int] = (1, 0),
     ) -> tuple[torch.Tensor, None]:
-        """hidden_states (B, Nq, C), position_embeddings (B, 2Nk - 1, C), attention_mask bool (B, 1, 1, Nk), True of frames."""
+        """hidden_states (B, Nq, C), position_embeddings (B, 2Nk - 1, C), attention_mask bool (B, 1, 1, Nk), True of frames.
+
+        chunks: length of a chunk, and number of chunks that a query sees before its own.
+        """
         query, key, value = query_key_value(self, hidden_states)
-        parts = Chunks(chunks, cache, self.layer_idx, query.shape[2])
+        first, forgotten = first_in_chunks(chunks, cache, self.layer_idx, query.shape[2])
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        if attention_mask is None:
-            attention_mask = key.new_ones(len(key), 1, 1, key.shape[2], dtype=torch.bool)
-        mask = parts.split_keys(attention_mask.mT).mT.flatten(0, 1)
-        query = parts.split_queries(query).flatten(0, 1)
-        key, value = (parts.split_keys(states).flatten(0, 1) for states in (key, value))
+        real = key.new_ones(len(key), key.shape[2], dtype=torch.bool) if attention_mask is None else attention_mask[:, 0, 0]
+        window = chunk_window(real, chunks, first, forgotten)
+        key, value = (pad(states, (0, 0, forgotten, 0)) for states in (key, value))
 
         differ = self.training and self.config.dropout_positions > 0
         last = (position_embeddings.shape[1] - 1) // 2
-        ends = max(-last, 1 - parts.num_keys), min(last, parts.size - 1)
+        left, right = window.window
+        ends = max(-last, -left), min(last, right)
         rows = position_embeddings[slice(None) if differ else slice(1), last + ends[0] : last + ends[1] + 1]
-        rel_keys = split_heads(self.relative_k_proj(rows), self.head_dim)
-        out = attend(
-            query,
-            key,
-            value,
-            rel_keys,
-            self.bias_u,
-            self.bias_v,
-            RelativePositions(*ends),
-            self.scaling,
-            attn_mask=mask,
-            query_offset=parts.left * parts.size,
+        operator = functools.partial(
+            attend,
+            rel_keys=split_heads(self.relative_k_proj(rows), self.head_dim),
+            u=self.bias_u,
+            v=self.bias_v,
+            positions=RelativePositions(*ends),
+            scale=self.scaling,
             dropout_p=self.attention_dropout if self.training else 0.0,
             enable_gqa=True,
         )
-        return self.o_proj(join_heads(parts.join(out))), None
-
-    small = ("attention_mask",)
+        return self.o_proj(join_heads(window.attend(operator, query, key, value))), None
 
     def serves(self, **given: Any) -> bool:
         return super().serves(**given) and given.get("chunks") is not None
 
     def keys_of_a_query(self, keys: int) -> int:
         return min(keys, self.config.sliding_window + 1)  # type: ignore[no-any-return]
-
-    constants = ("position_embeddings",)  # of which all sequences have the same
 
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
         size, left = chunks = 4, 2
@@ -92,40 +89,18 @@ class StreamingAttention(Attention):
         }
 
 
-class Chunks:
-    """Queries in chunks that are counted from position 0, each with the keys of its own and of some chunks before it.
+def first_in_chunks(chunks: tuple[int, int], cache: Any, layer: int, queries: int) -> tuple[int, int]:
+    """Return the position of the first query, counted from the chunk in which the keys begin, and how many keys of that chunk a
+    cache has forgotten. Call this before the cache is updated."""
+    first_key = 0 if cache is None else cache.get_mask_sizes(queries, layer)[1]
+    forgotten = first_key % chunks[0]
+    return int(first_position(cache, layer)) - first_key + forgotten, forgotten
 
-    A cache may have forgotten the first of these keys, and the first chunk may have begun before the first query.
-    """
 
-    def __init__(self, sizes: tuple[int, int] | None, cache: Any, layer: int, queries: int) -> None:
-        """Count chunks. Call this before the cache is updated.
-
-        sizes: length of a chunk, and number of chunks that a query sees before its own; None: there is one chunk.
-        """
-        first = int(first_position(cache, layer))
-        self.first_key = 0 if cache is None else cache.get_mask_sizes(queries, layer)[1]
-        self.size, self.left = sizes or (first + queries, 0)
-        self.queries, self.before = queries, first % self.size
-        self.count = -(-(self.before + queries) // self.size)
-        self.start = first - self.before - self.left * self.size
-        self.num_keys = (self.left + 1) * self.size
-
-    def split_keys(self, states: torch.Tensor) -> torch.Tensor:
-        """Cut (B, H, Nk, D) into (B, chunks, H, num_keys, D), with zeros for keys that do not exist."""
-        missing = self.first_key - self.start
-        after = (self.left + self.count) * self.size - missing - states.shape[2]
-        return pad(states, (0, 0, missing, after)).unfold(2, self.num_keys, self.size).permute(0, 2, 1, 4, 3)
-
-    def split_queries(self, states: torch.Tensor) -> torch.Tensor:
-        """Cut (B, H, Nq, D) into (B, chunks, H, size, D)."""
-        after = self.count * self.size - self.before - self.queries
-        return pad(states, (0, 0, self.before, after)).unflatten(2, (self.count, self.size)).transpose(1, 2)
-
-    def join(self, out: torch.Tensor) -> torch.Tensor:
-        """Join (B * chunks, H, size, D) to (B, H, Nq, D)."""
-        out = out.unflatten(0, (-1, self.count)).transpose(1, 2).flatten(2, 3)
-        return out[:, :, self.before : self.before + self.queries]
+def chunk_window(real: torch.Tensor, chunks: tuple[int, int], first: int, forgotten: int) -> ChunkedWindow:
+    """Return what queries see of keys (B, Nk), True of frames, before which there are some that were forgotten."""
+    size, left = chunks
+    return ChunkedWindow(real=pad(real, (forgotten, 0)), left=left * size, right=0, chunk=size, first=first)
 
 
 class StreamingBlock(PassesOn):
@@ -145,9 +120,9 @@ class StreamingBlock(PassesOn):
         if small is None and attention_mask is not None:
             all_masked_rows = None  # without padding, each frame sees itself
         elif small is not None and small.shape[2] == 1 and chunks is not None:
-            parts = Chunks(chunks, kwargs.get(CACHE), self.self_attn.layer_idx, hidden_states.shape[1])
-            sees = parts.split_keys(small.mT).any(3, keepdim=True).expand(-1, -1, -1, parts.size, -1)
-            all_masked_rows = ~parts.join(sees.flatten(0, 1))[..., 0]
+            queries = hidden_states.shape[1]
+            offsets = first_in_chunks(chunks, kwargs.get(CACHE), self.self_attn.layer_idx, queries)
+            all_masked_rows = ~sees_a_key(chunk_window(small[:, 0, 0], chunks, *offsets), queries)[:, None]
         given = {"attention_mask": attention_mask, "all_masked_rows": dense_of(all_masked_rows)}
         out: torch.Tensor = super().forward(hidden_states, **given, **kwargs, **({} if chunks is None else {"chunks": chunks}))
         return out

@@ -57,7 +57,7 @@ class Attend(InPlace, stock.Attend):
         given = q, k, v, mask
         groups = q.shape[1] // k.shape[1]
         if groups > 1 and k.shape[1] > 1:  # query head h has the key head h modulo their number, not one of successive heads
-            k, v = (each.repeat(1, groups, 1, 1) for each in (k, v))
+            k, v = (states.repeat(1, groups, 1, 1) for states in (k, v))
         attended = fused_relative_attention(
             q,
             k,
@@ -102,9 +102,9 @@ class Attend(InPlace, stock.Attend):
         return {"q": q, "k": k, "v": v, "mask": real, "attn_bias": bias}
 
     def _is_plain(self) -> bool:
-        """Whether it is a softmax of the logits, and no more."""
+        """Return whether it is a softmax of the logits, and no more."""
         is_softmax = getattr(self.attn_fn, "func", None) is softmax and self.attn_fn.keywords["dim"] == -1
-        return is_softmax and not any(getattr(self, each, None) for each in MORE)
+        return is_softmax and not any(getattr(self, setting, None) for setting in MORE)
 
 
 CLASSES = {stock.Attend: Attend}
