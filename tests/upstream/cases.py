@@ -6,6 +6,7 @@ Collected by :mod:`tests.upstream` alone, which names the folder of transformers
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import sys
@@ -84,9 +85,8 @@ def subjects() -> Iterator[Subject]:
         small = {**family.small, **dict.fromkeys(family.layers, LAYERS), **others}
         yield Subject(name, family.folder, f"{classes}Model", f"{classes}Config", small, inputs)
     for name, vision in VISION.items():
-        yield Subject(
-            name, name, vision.model, vision.config, vision.sizes, lambda _, name=name: images(name, BATCH, torch.float32)
-        )
+        pictures = functools.partial(images, name, BATCH, torch.float32)
+        yield Subject(name, name, vision.model, vision.config, vision.sizes, lambda _, make=pictures: make())  # type: ignore[misc]
     for family in EVERY:
         if family.name in WHOLE or family.name in VISION:
             continue

@@ -21,21 +21,33 @@ from .attention import Attention, causal_attention, update_cache
 from .encoder import Encoder
 
 
-def masked_bias(bias: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-    """Return the bias of each key, (B, H, 1, Nk) or (1, H, 1, Nk), with -inf where it is hidden.
-
-    attention_mask: (B, Nk), bool; or (B, 1, Nq, Nk), bool or numbers that are added.
-    """
-    if attention_mask.dim() == 2:
-        attention_mask = attention_mask[:, None, None, :]
-    if attention_mask.dtype != torch.bool:
-        return bias + attention_mask
-    return bias.masked_fill(~attention_mask, -torch.inf)
-
-
-class BloomAttention(Attention):
+class AlibiAttention(Attention):
     """q_i . k_j, scaled, + slope * j; causal."""
 
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        bias: torch.Tensor,
+        attention_mask: torch.Tensor,
+        cache: Any,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Return the attention (B, Nq, C) of new states (B, H, Nq, D) over them and those of the cache.
+
+        bias: of each key, (B, H, 1, Nk) or (1, H, 1, Nk or more). attention_mask: (B, Nk), bool, False of what is hidden; or
+        (B, 1, Nq, Nk), bool or numbers that are added. options: of the operator.
+        """
+        key, value, offset = update_cache(cache, self.layer_idx, key, value)
+        bias = bias[..., -key.shape[2] :].to(torch.promote_types(query.dtype, torch.float32))
+        is_causal = attention_mask.dim() == 2
+        mask = attention_mask[:, None, None] if is_causal else attention_mask
+        bias = bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
+        return join_heads(causal_attention(query, key, value, bias, is_causal=is_causal, query_offset=offset, **options))
+
+
+class BloomAttention(AlibiAttention):
     constants = ("alibi",)
 
     def forward(
@@ -48,19 +60,10 @@ class BloomAttention(Attention):
     ) -> tuple[torch.Tensor, None]:
         """hidden_states and residual (B, Nq, C), alibi (B * H, 1, Nk), attention_mask (B, Nk)."""
         query, key, value = self._reshape(self.query_key_value(hidden_states))
-        key, value, offset = update_cache(cache, self.layer_idx, key, value)
-        out = causal_attention(
-            query,
-            key,
-            value,
-            masked_bias(alibi.unflatten(0, (-1, self.num_heads)), attention_mask),
-            is_causal=attention_mask.dim() == 2,
-            query_offset=offset,
-            dropout_p=drop_probability(self.attention_dropout),
-            scale=self.inv_norm_factor,
-        )
-        dropped = functional.dropout(self.dense(join_heads(out)), self.hidden_dropout, self.training)
-        return residual + dropped, None
+        bias = alibi.unflatten(0, (-1, self.num_heads))
+        options = {"dropout_p": drop_probability(self.attention_dropout), "scale": self.inv_norm_factor}
+        out = self.dense(self.attend(query, key, value, bias, attention_mask, cache, **options))
+        return residual + functional.dropout(out, self.hidden_dropout, self.training), None
 
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
         states, residual = torch.randn(2, batch, length, self.hidden_size)
@@ -69,40 +72,27 @@ class BloomAttention(Attention):
         return {"hidden_states": states, "residual": residual, "alibi": alibi, "attention_mask": mask}
 
 
-class MptAttention(Attention):
-    """q_i . k_j, scaled, + slope * j; causal."""
-
+class MptAttention(AlibiAttention):
     constants = ("position_bias",)
 
     def forward(
         self,
         hidden_states: torch.Tensor,
-        position_bias: torch.Tensor | None,
+        position_bias: torch.Tensor,
+        attention_mask: torch.Tensor,
         cache: Any = None,
-        attention_mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, None]:
         """hidden_states (B, Nq, C), position_bias (H, 1, longest), attention_mask bool, True of what is hidden, (B, Nk)."""
         mixed = self.Wqkv(hidden_states)
         if self.clip_qkv:
             mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
         query, key, value = (split_heads(states, self.head_dim) for states in mixed.chunk(3, dim=2))
-        key, value, offset = update_cache(cache, self.layer_idx, key, value)
-        is_causal = attention_mask is not None and attention_mask.dim() == 2
-        mask = None if attention_mask is None else ~attention_mask
-        if position_bias is not None:
-            bias = position_bias[None, :, :, -key.shape[2] :].to(torch.promote_types(query.dtype, torch.float32))
-            mask = bias if mask is None else masked_bias(bias, mask)
-        out = causal_attention(
-            query,
-            key,
-            value,
-            mask,
-            is_causal=is_causal,
-            query_offset=offset,
-            dropout_p=self.attn_dropout_p if self.training else 0.0,
-            scale=self.softmax_scale,
-        )
-        return self.out_proj(join_heads(out)), None
+        options = {"dropout_p": self.attn_dropout_p if self.training else 0.0, "scale": self.softmax_scale}
+        out = self.attend(query, key, value, position_bias[None], ~attention_mask, cache, **options)
+        return self.out_proj(out), None
+
+    def serves(self, **given: Any) -> bool:
+        return super().serves(**given) and given["position_bias"] is not None and given["attention_mask"] is not None
 
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
         mask = masks.example(None, batch, length, real, is_causal=True, name=masks.HIDDEN).to(torch.bool)
@@ -110,8 +100,8 @@ class MptAttention(Attention):
         return {"hidden_states": torch.randn(batch, length, self.hidden_size), "position_bias": bias, "attention_mask": mask}
 
 
-class FalconAttention(Attention):
-    """q_i . k_j + slope * j, both scaled; causal. The model rounds slopes and biases to bfloat16."""
+class FalconAttention(AlibiAttention):
+    """Here the bias is also scaled. The model rounds slopes and biases to bfloat16."""
 
     constants = ("alibi",)
 
@@ -134,14 +124,11 @@ class FalconAttention(Attention):
         """
         states = self._split_heads(self.query_key_value(hidden_states))
         query, key, value = (part.transpose(1, 2) for part in states)
-        key, value, offset = update_cache(cache, self.layer_idx, key, value)
-        is_causal = attention_mask.dim() == 2
-        if is_causal:
-            bias = alibi.unflatten(0, (-1, self.num_heads)) / math.sqrt(self.head_dim)
-            attention_mask = masked_bias(bias, attention_mask)
+        bias = alibi.unflatten(0, (-1, self.num_heads)) / math.sqrt(self.head_dim)
+        if attention_mask.dim() == 4:
+            bias = torch.zeros_like(bias)
         dropout_p = self.attention_dropout.p if self.training else 0.0
-        out = causal_attention(query, key, value, attention_mask, is_causal=is_causal, query_offset=offset, dropout_p=dropout_p)
-        return self.dense(join_heads(out)), None
+        return self.dense(self.attend(query, key, value, bias, attention_mask, cache, dropout_p=dropout_p)), None
 
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
         real = torch.ones(batch, length).bool() if real is None else real

@@ -17,6 +17,8 @@ from .masks import COLLECTS, collects_weights
 class Attention(InPlace):
     """Mixin, in place of a class of transformers. While weights are collected, calls are the stock forward's."""
 
+    config: Any
+
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:

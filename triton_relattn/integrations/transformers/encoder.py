@@ -61,7 +61,7 @@ class Encoder(PassesOn):
         # transformers looks up by class what output_hidden_states and the like may record, and enters it when a model is made.
         dict.__setitem__(_CAN_RECORD_REGISTRY, str(cls), getattr(cls, "_can_record_outputs", None))
         if "stock_class" in vars(cls):
-            cls.forward = with_weights(cls.forward)
+            cls.forward = with_weights(cls.forward)  # type: ignore[attr-defined]
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         """Make a model of an enabled model's class, and enable it. Its config may be that of the enabled model."""

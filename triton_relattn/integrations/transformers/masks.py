@@ -11,6 +11,7 @@ import copy
 import functools
 import inspect
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -124,7 +125,7 @@ def padding_if_that_is_all(*, is_needed: bool = False, is_inverted: bool = False
     return with_dense(Compact, ~mask if is_inverted and mask is not None else mask, arguments)
 
 
-MASK_FUNCTIONS = {
+MASK_FUNCTIONS: dict[str, Callable[..., Any]] = {
     PADDING: padding,
     PADDING_IF_THAT_IS_ALL: padding_if_that_is_all,
     SHOWN: functools.partial(padding_if_that_is_all, is_needed=True),

@@ -124,8 +124,9 @@ class StreamingBlock(PassesOn):
             offsets = first_in_chunks(chunks, kwargs.get(CACHE), self.self_attn.layer_idx, queries)
             all_masked_rows = ~sees_a_key(chunk_window(small[:, 0, 0], chunks, *offsets), queries)[:, None]
         given = {"attention_mask": attention_mask, "all_masked_rows": dense_of(all_masked_rows)}
-        out: torch.Tensor = super().forward(hidden_states, **given, **kwargs, **({} if chunks is None else {"chunks": chunks}))
-        return out
+        if chunks is not None:
+            kwargs["chunks"] = chunks
+        return super().forward(hidden_states, **given, **kwargs)  # type: ignore[misc, no-any-return]
 
 
 class StreamingEncoder(Encoder):
@@ -139,4 +140,4 @@ class StreamingEncoder(Encoder):
             left, right = self._resolve_attn_context(num_lookahead_tokens)
             if left >= 0:  # else all chunks see all before them
                 kwargs["chunks"] = (right + 1, left // (right + 1))
-        return super().forward(*args, num_lookahead_tokens=num_lookahead_tokens, **kwargs)
+        return super().forward(*args, num_lookahead_tokens=num_lookahead_tokens, **kwargs)  # type: ignore[misc]
