@@ -2,14 +2,13 @@
 sees it.
 
 A class is made of a general one and the stock class when it is first asked for. Pickle finds it by its name,
-``classes.t5.T5Attention``.
+``classes.t5_T5Attention``.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import types
 
 from .. import replacement
 from .families import FAMILIES
@@ -134,12 +133,15 @@ def replacing_class(folder: str, name: str) -> type:
     module, _, general = CLASSES[folder][name].rpartition(".")
     base = getattr(importlib.import_module(f".{module}", __package__), general)
     stock = getattr(importlib.import_module(f"transformers.models.{folder}.modeling_{folder}"), name)
-    attributes = {"__module__": __name__, "__qualname__": f"{folder}.{name}", "__doc__": base.__doc__}
+    attributes = {"__module__": __name__, "__qualname__": f"{folder}_{name}", "__doc__": base.__doc__}
     return type(name, (base, stock), attributes)
 
 
-def __getattr__(folder: str) -> types.SimpleNamespace:
-    """Return the classes of a folder, as pickle looks for them."""
-    if folder not in CLASSES:
-        raise AttributeError(f"module {__name__!r} has no attribute {folder!r}")
-    return types.SimpleNamespace(**{name: replacing_class(folder, name) for name in CLASSES[folder]})
+NAMES = {f"{folder}_{name}": (folder, name) for folder, names in CLASSES.items() for name in names}
+
+
+def __getattr__(name: str) -> type:
+    """Return a class, as pickle looks for it."""
+    if name not in NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return replacing_class(*NAMES[name])
