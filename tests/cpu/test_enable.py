@@ -235,7 +235,7 @@ def test_modules_that_differ_are_stock_again(name: str, monkeypatch: pytest.Monk
 
 def test_short_calls_are_the_stock_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU: bit for bit. Long ones are ours."""
-    monkeypatch.setattr(in_place.InPlace, "fewest", replacement.Replacement.fewest)
+    monkeypatch.setattr(in_place.InPlace, "fewest", in_place.FEWEST)
     for name in ("t5", "wavlm", "inkling", "deberta_v2", "parakeet"):
         model, given = made(name)
         expected = output(model, given)
