@@ -1,8 +1,9 @@
-"""One door to all integrations: :func:`enable` and :func:`disable` for any model."""
+"""Enable and disable for any model, and those of one library."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import operator
 import sys
@@ -16,11 +17,13 @@ from torch import nn
 
 from .._core.names import with_names
 from . import replacement, structure
-from .comparison import Refused, compared, compared_class, first_line
+from .comparison import Refused, compare, first_line
+from .replacement import Library, Match, Replacement
 from .report import LIBRARY, STRUCTURE, Report, Row, count_bytes
 
 LIBRARIES = ("transformers", "nemo", "espnet", "speechbrain", "x_transformers")
 PASSES_ON = "passes masks and positions"
+T = TypeVar("T")
 
 
 @with_names
@@ -92,19 +95,20 @@ def enable_in(
     lengths = _checked(lengths)
     rows: list[Row] = []
     modules: dict[str, nn.Module] = {}
-    chosen: dict[str, type] = {}
+    classes: dict[str, type] = {}
     enabled_before = False
-    seen: set[int] = set()  # modules that an object holds by several names
+    done: set[int] = set()  # modules that an object holds by several names
     for prefix, root in _roots(model):
-        found, ours, before = _compared(root, lengths, libraries, structures, seen)
-        seen |= {id(each) for each in root.modules()}
-        enabled_before |= before
-        for row in found:
-            name = f"{prefix}.{row.name}".strip(".")
-            rows.append(dataclasses.replace(row, name=name))
-            modules[name] = root.get_submodule(row.name)
-            if row.name in ours:
-                chosen[name] = ours[row.name]
+        search = _Search({name: each for name, each in root.named_modules() if id(each) not in done}, lengths)
+        search.run(libraries, structures)
+        done |= {id(each) for each in root.modules()}
+        enabled_before |= bool(search.enabled)
+        for name, row in search.rows.items():
+            path = f"{prefix}.{name}".strip(".")
+            rows.append(dataclasses.replace(row, name=path))
+            modules[path] = search.modules[name]
+            if name in search.classes:
+                classes[path] = search.classes[name]
     if not rows and not enabled_before:
         kinds = " nor a module of the kinds that help(triton_relattn.enable) lists" if structures else ""
         raise ValueError(
@@ -117,7 +121,7 @@ def enable_in(
     if report.left:
         count = f"{len(report.left)} of {len(rows)} modules with relative attention"
         warnings.warn(f"enable left {count} unchanged; print its report for all reasons. {report.reasons()[0]}", stacklevel=4)
-    report.calls_by_name = replacement.change_classes(chosen, modules, check_calls)
+    report.calls_by_name = replacement.change_classes(classes, modules, check_calls)
     return report
 
 
@@ -143,168 +147,156 @@ def disable(model: Any) -> dict[str, str]:
     """
     restored: dict[str, str] = {}
     for prefix, root in _roots(model):
-        enabled = {name: each for name, each in root.named_modules() if replacement.stock_of(each) is not None}
-        restored |= {f"{prefix}.{name}".strip("."): replacement.stock_of(each).__name__ for name, each in enabled.items()}  # type: ignore[union-attr]
-        for each in enabled.values():
-            replacement.restore(each)
+        enabled = {name: (module, stock) for name, module in root.named_modules() if (stock := replacement.stock_of(module))}
+        for name, (module, stock) in enabled.items():
+            restored[f"{prefix}.{name}".strip(".")] = stock.__name__
+            replacement.restore(module)
     return restored
 
 
 def _roots(model: Any) -> list[tuple[str, nn.Module]]:
-    """The modules that an object is or holds, with the names of the attributes that hold them."""
+    """Return the modules that an object is or holds, with the names of the attributes that hold them."""
     if isinstance(model, nn.Module):
         return [("", model)]
     if isinstance(model, str):
         raise TypeError(f"enable expects a model, got the string {model[:60]!r}: load it first and pass the module")
     if isinstance(model, type):
         raise TypeError(f"enable expects a model, got the class {model.__name__}: create an instance and pass that")
-    if isinstance(model, Mapping) and model and all(isinstance(each, torch.Tensor) for each in model.values()):
-        raise TypeError("enable expects a model, got a state_dict: load it into its module and pass the module")
-    held = model if isinstance(model, Mapping) else {**getattr(model, "__dict__", {}), **_components(model)}
-    found = {str(name): each for name, each in held.items() if isinstance(each, nn.Module)}
+    if isinstance(model, Mapping):
+        if model and all(isinstance(each, torch.Tensor) for each in model.values()):
+            raise TypeError("enable expects a model, got a state_dict: load it into its module and pass the module")
+        attributes = model
+    else:
+        components = getattr(model, "components", None)  # of a pipeline of diffusers
+        attributes = {**getattr(model, "__dict__", {}), **(components if isinstance(components, dict) else {})}
+    found = [(str(name), each) for name, each in attributes.items() if isinstance(each, nn.Module)]
     if not found:
         raise TypeError(f"enable expects a torch.nn.Module, or an object that holds some, got {type(model).__name__}")
-    return list(found.items())
+    return found
 
 
-def _components(model: Any) -> dict[str, Any]:
-    """The parts of a pipeline of diffusers."""
-    parts = getattr(model, "components", None)
-    return parts if isinstance(parts, dict) else {}
+class _Search:
+    """The relative attention among modules: rows for the report, and classes for what computes the same when it is replaced."""
 
+    def __init__(self, modules: dict[str, nn.Module], lengths: tuple[int, ...]) -> None:
+        self.modules, self.lengths = modules, lengths
+        self.enabled = {name for name, module in modules.items() if replacement.stock_of(module) is not None}
+        self.rows: dict[str, Row] = {}
+        self.classes: dict[str, type] = {}
+        self.compared: dict[Any, Replacement] = {}  # the last one that replaces a module of a class: the next one's first guess
 
-def _compared(
-    root: nn.Module, lengths: tuple[int, ...], libraries: Sequence[str], structures: bool, seen: set[int]
-) -> tuple[list[Row], dict[str, type], bool]:
-    """Compare all modules of a model but those that were seen.
+    def run(self, libraries: Sequence[str], structures: bool) -> None:
+        """Compare all modules with what may replace them."""
+        matches = self._matches(libraries)
+        for name in _progress(list(self.modules), "comparing modules with their stock forward"):
+            if name in self.enabled:
+                continue
+            if name not in matches:
+                if structures and not type(self.modules[name]).__module__.startswith("torch.nn."):
+                    self._by_structure(name)
+            elif not _only_passes_on(matches[name]):
+                self._by_class(name, matches[name])
+        served = tuple({type(self.modules[name]) for name in self.classes if name in matches})
+        for name, match in matches.items():
+            if _only_passes_on(match):
+                path = f"{name}." if name else ""
+                inside = [each for each in self.modules if each == name or each.startswith(path)]
+                attention = [each in self.classes for each in inside if isinstance(self.modules[each], served)]
+                if attention and all(attention):  # small masks and positions are for ours alone
+                    self.classes[name] = match.ours  # type: ignore[assignment]
+                    self.rows[name] = Row(name, type(self.modules[name]).__name__, PASSES_ON, LIBRARY)
+        self.rows = {name: self.rows[name] for name in self.modules if name in self.rows}
 
-    Returns:
-        The rows, the classes of ours for the modules that agree, and whether some are enabled.
-    """
-    modules = {name: each for name, each in root.named_modules() if id(each) not in seen}
-    enabled = {name for name, each in modules.items() if replacement.stock_of(each) is not None}
-    packages = {base.__module__.partition(".")[0] for each in modules.values() for base in type(each).__mro__}
-    met: dict[str, replacement.Met] = {}
-    for name in libraries:
-        library: replacement.Library = importlib.import_module(f".{name}", __package__).LIBRARY
-        if packages & {each.stock.partition(".")[0] for each in library.sources}:
-            met |= library.met(modules)
-    rows: dict[str, Row] = {}
-    chosen: dict[str, type] = {}
-    known: dict[Any, Any] = {}
-    for name in _progress(list(modules), "comparing modules with their stock forward"):
-        parent = modules.get(name.rpartition(".")[0])
-        if name in enabled or (name not in met and not structures):
-            continue
-        if name in met:
-            found = _by_class(name, modules[name], met[name], lengths, known)
-        else:
-            found = _by_structure(name, modules[name], parent, lengths, known)
-        if found is not None:
-            rows[name] = found[0]
-            if found[1] is not None:
-                chosen[name] = found[1]
-    served = tuple({type(modules[name]) for name in chosen if name in met})
-    for name, each in met.items():
-        if each.ours is not None and issubclass(each.ours, replacement.PassesOn):
-            inside = [name in chosen for name, module in _inside(name, modules) if isinstance(module, served)]
-            if inside and all(inside):  # small masks and positions are for ours alone
-                chosen[name] = each.ours
-                rows[name] = Row(name, type(modules[name]).__name__, PASSES_ON, LIBRARY)
-    return [rows[name] for name in modules if name in rows], chosen, bool(enabled)
+    def _matches(self, libraries: Sequence[str]) -> dict[str, Match]:
+        """Return what is of a library's classes, by name."""
+        packages = {base.__module__.partition(".")[0] for module in self.modules.values() for base in type(module).__mro__}
+        found: dict[str, Match] = {}
+        for name in libraries:
+            library: Library = importlib.import_module(f".{name}", __package__).LIBRARY
+            if packages & {source.stock.partition(".")[0] for source in library.sources}:
+                found |= library.matches(self.modules)
+        return found
 
+    def _by_class(self, name: str, match: Match) -> None:
+        """Compare a module of a library with the class for it."""
+        module = self.modules[name]
+        stock = type(module)
 
-def _inside(name: str, modules: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield a module and those inside it, with their names."""
-    return ((each, module) for each, module in modules.items() if not name or each == name or each.startswith(f"{name}."))
+        def compare_with_class() -> tuple[type, Replacement, float]:
+            if match.ours is None:
+                raise Refused(match.reason)
+            ours: Replacement = getattr(match.ours, replacement.ATTRIBUTE)
+            similar = ours if stock in self.compared else None
+            return match.ours, *compare(module, lambda _: [("", lambda: ours)], ours.prepare, similar)
 
+        self._compare(name, match.title, LIBRARY, stock, compare_with_class)
 
-def _why_not(module: nn.Module) -> str:
-    """Return why a module's class cannot be exchanged; nothing if it can."""
-    if "forward" in vars(module):
-        return "its forward was replaced (by a hook?); call enable first"
-    if any(hasattr(each, "device_mesh") for each in module.parameters(recurse=False)):
-        return "it is sharded; call enable first"
-    return ""
-
-
-def _by_class(
-    name: str, module: nn.Module, met: replacement.Met, lengths: tuple[int, ...], known: dict[Any, Any]
-) -> tuple[Row, type[nn.Module] | None] | None:
-    """Return the row of a module of a library, and the class in place of its own if it computes the same; None if it only passes
-    on masks.
-
-    known: classes of which a module was compared.
-    """
-    stock, ours, reason = type(module), met.ours, met.reason
-    if ours is not None and issubclass(ours, replacement.PassesOn):
-        return None
-    reason = reason or _why_not(module)
-    if ours is None or reason:
-        return Row(name, stock.__name__, met.title, LIBRARY, reason=reason), None
-    of: Any = getattr(ours, replacement.ATTRIBUTE)
-    try:
-        difference = compared_class(of, module, stock in known)
-    except Refused as refused:
-        return Row(name, stock.__name__, met.title, LIBRARY, reason=str(refused)), None
-    known[stock] = True
-    sizes = count_bytes(of, module, lengths)
-    return Row(name, stock.__name__, met.title, LIBRARY, difference, sizes), ours  # type: ignore[return-value]
-
-
-def _by_structure(
-    name: str, module: nn.Module, parent: nn.Module | None, lengths: tuple[int, ...], found: dict[Any, Any]
-) -> tuple[Row, type[nn.Module] | None] | None:
-    """Return the row of a module of a kind, and the class in place of its own if it computes the same; None if it is of no kind.
-
-    found: readings of modules by kind and class, which are tried first.
-    """
-    if type(module).__module__.startswith("torch.nn."):
-        return None
-    stock, title = type(module), "relative attention"
-    try:
-        kind = structure.kind_of(module)
-    except Refused as refused:
-        return Row(name, stock.__name__, title, STRUCTURE, reason=str(refused)), None
-    except Exception:  # an attribute may raise anything, and the module is most likely something else
-        return None
-    if kind is None:
-        other = structure.not_served(module)
-        return None if other is None else (Row(name, stock.__name__, other.title, STRUCTURE, reason=other.instead), None)
-    title = kind.title
-    try:
-        if reason := _why_not(module):
-            raise Refused(reason)
-        reading, difference = compared(kind, module, found.get((kind, stock)))
-        found[kind, stock] = reading
-        ours = structure.made(kind, stock, reading)  # type: ignore[arg-type]
+    def _by_structure(self, name: str) -> None:
+        """Compare a module with what replaces its kind, if it is of one."""
+        module = self.modules[name]
+        stock = type(module)
         try:
-            object.__new__(stock).__class__ = ours
-        except TypeError as error:  # a class with __slots__
-            raise Refused(f"its class cannot be exchanged: {error}") from error
-        sizes = count_bytes(getattr(ours, replacement.ATTRIBUTE), module, lengths, parent)
-        return Row(name, stock.__name__, title, STRUCTURE, difference, sizes), ours
-    except Refused as refused:
-        return Row(name, stock.__name__, title, STRUCTURE, reason=str(refused)), None
-    except Exception as error:  # a module of the user may raise anything
-        return Row(name, stock.__name__, title, STRUCTURE, reason=f"{type(error).__name__}: {first_line(error)}"), None
+            kind = structure.kind_of(module)
+        except Refused as refused:
+            self.rows[name] = Row(name, stock.__name__, "relative attention", STRUCTURE, reason=str(refused))
+            return
+        except Exception:  # an attribute may raise anything, and the module is most likely something else
+            return
+        if kind is None:
+            if (other := structure.recognised(module)) is not None:
+                self.rows[name] = Row(name, stock.__name__, other.title, STRUCTURE, reason=other.instead)
+            return
+
+        def candidates(model: Any) -> Iterator[tuple[str, Callable[[], Replacement]]]:
+            for layout in kind.layouts(module):
+                make = functools.partial(structure.observed, kind, layout, model)
+                yield f" (read as {layout})", lambda make=make: kind(stock, make()).replacement()  # type: ignore[misc]
+
+        def compare_with_kind() -> tuple[type, Replacement, float]:
+            ours, difference = compare(module, candidates, kind.prepare, self.compared.get((kind, stock)))
+            new = structure.enabled_class(kind, stock, ours.ours.layout)  # type: ignore[arg-type]
+            try:
+                object.__new__(stock).__class__ = new
+            except TypeError as error:  # a class with __slots__
+                raise Refused(f"its class cannot be exchanged: {error}") from error
+            return new, ours, difference
+
+        self._compare(name, kind.title, STRUCTURE, (kind, stock), compare_with_kind)
+
+    def _compare(
+        self, name: str, title: str, found: str, key: Any, function: Callable[[], tuple[type, Replacement, float]]
+    ) -> None:
+        """Add the row of a module, and the class in place of its own if it computes the same. key: of similar modules."""
+        module = self.modules[name]
+        stock = type(module).__name__
+        try:
+            if "forward" in vars(module):
+                raise Refused("its forward was replaced (by a hook?); call enable first")
+            if any(hasattr(each, "device_mesh") for each in module.parameters(recurse=False)):
+                raise Refused("it is sharded; call enable first")
+            self.classes[name], self.compared[key], difference = function()
+        except Exception as error:  # a module of the user may raise anything
+            reason = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {first_line(error)}"
+            self.rows[name] = Row(name, stock, title, found, reason=reason)
+            return
+        sizes = count_bytes(self.compared[key], module, self.lengths, self.modules.get(name.rpartition(".")[0]))
+        self.rows[name] = Row(name, stock, title, found, difference, sizes)
 
 
-T = TypeVar("T")
-SECONDS = 2.0
-"""How long nothing is shown."""
-WIDTH = 30
+def _only_passes_on(match: Match) -> bool:
+    """Return whether a module only passes masks and positions on to attention."""
+    return match.ours is not None and issubclass(match.ours, replacement.PassesOn)
 
 
 def _progress(items: Sequence[T], label: str) -> Iterator[T]:
-    """Yield items; from SECONDS on a bar shows how many are done, if the errors go to a terminal."""
-    start, shown = time.monotonic(), False
-    for number, each in enumerate(items, 1):
-        yield each
-        if sys.stderr.isatty() and time.monotonic() - start > SECONDS:
-            shown, done = True, WIDTH * number // len(items)
-            print(f"\r{label} [{'#' * done:{WIDTH}}] {number}/{len(items)}", end="", file=sys.stderr, flush=True)
-    if shown:
+    """Yield items; after two seconds a bar on the terminal shows how many are done."""
+    start, width, is_shown = time.monotonic(), 30, False
+    for number, item in enumerate(items, 1):
+        yield item
+        if sys.stderr.isatty() and time.monotonic() - start > 2:
+            is_shown, done = True, width * number // len(items)
+            print(f"\r{label} [{'#' * done:{width}}] {number}/{len(items)}", end="", file=sys.stderr, flush=True)
+    if is_shown:
         print(file=sys.stderr)
 
 

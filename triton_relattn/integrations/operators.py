@@ -10,7 +10,7 @@ import torch
 
 from .. import functional, grids, tables
 from ..positions import RelativePositions
-from .comparison import weights_dropout
+from .isolation import weights_dropout
 
 
 def fused_relative_attention(*args: Any, dropout_p: float = 0.0, window_size: tuple[int, int] = (-1, -1), **kwargs: Any) -> Any:
