@@ -35,7 +35,7 @@ class RelPositionMultiHeadedAttention(RelPositionAttention, stock.RelPositionMul
         out = self.linear_out(join_heads(attend(self, q, k, v, pos_emb, visible)))
         return out, torch.cat((k, v), -1)
 
-    def serves(self, key: torch.Tensor, pos_emb: torch.Tensor, cache: torch.Tensor = NO_CACHE, **given: Any) -> bool:  # type: ignore[override]
+    def serves(self, key: torch.Tensor, pos_emb: torch.Tensor, cache: torch.Tensor = NO_CACHE) -> bool:  # type: ignore[override]
         """Return whether ours computes a call: Nk rows are of positions instead of distances."""
         return not pos_emb.shape[1] == key.shape[1] + cache.shape[2] > 1
 

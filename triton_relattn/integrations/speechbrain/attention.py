@@ -65,7 +65,7 @@ class RelPosMHAXL(InPlace, stock.RelPosMHAXL):
     def counted(mask: torch.Tensor) -> torch.Tensor | None:
         return None
 
-    def pairs(self, query: torch.Tensor, key: torch.Tensor, **given: Any) -> int:  # type: ignore[override]
+    def pairs(self, query: torch.Tensor, key: torch.Tensor) -> int:  # type: ignore[override]
         return len(query) * self.num_heads * query.shape[1] * key.shape[1]
 
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:

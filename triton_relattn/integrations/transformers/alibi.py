@@ -91,8 +91,8 @@ class MptAttention(AlibiAttention):
         out = self.attend(query, key, value, position_bias[None], ~attention_mask, cache, **options)
         return self.out_proj(out), None
 
-    def serves(self, **given: Any) -> bool:
-        return super().serves(**given) and given["position_bias"] is not None and given["attention_mask"] is not None
+    def serves(self, position_bias: Any, attention_mask: Any) -> bool:  # type: ignore[override]
+        return super().serves() and position_bias is not None and attention_mask is not None
 
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
         mask = masks.example(None, batch, length, real, is_causal=True, name=masks.HIDDEN).to(torch.bool)

@@ -71,9 +71,9 @@ class ConformerAttention(Attention):
                 out = torch.where(visible, out, attend_evenly(query, key, value, scale))
         return self.linear_out(join_heads(out)), None
 
-    def serves(self, **given: Any) -> bool:
+    def serves(self, relative_position_embeddings: Any = None) -> bool:  # type: ignore[override]
         needs_embeddings = self.position_embeddings_type in ("relative", "rotary")
-        return super().serves(**given) and (not needs_embeddings or given.get("relative_position_embeddings") is not None)
+        return super().serves() and (not needs_embeddings or relative_position_embeddings is not None)
 
     @property
     def longest(self) -> int:

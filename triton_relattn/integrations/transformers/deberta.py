@@ -96,11 +96,12 @@ class DisentangledAttention(Attention):
         attends = attention_mask.mT if attention_mask.shape[2] == 1 else attention_mask.any(-1, keepdim=True)
         return torch.where(attends.bool(), out, value.mean(2, keepdim=True))
 
-    def serves(self, **given: Any) -> bool:
+    def serves(  # type: ignore[override]
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor, query_states: torch.Tensor | None = None
+    ) -> bool:
         """Return whether ours computes a call: a mask (B, 1, 1, N) of the user's hides keys alone."""
-        mask, states, query_states = given["attention_mask"], given["hidden_states"], given.get("query_states")
-        hides_queries = is_small(mask) or mask.shape[2] > 1
-        return super().serves(**given) and hides_queries and (query_states is None or query_states.shape == states.shape)
+        hides_queries = is_small(attention_mask) or attention_mask.shape[2] > 1
+        return super().serves() and hides_queries and (query_states is None or query_states.shape == hidden_states.shape)
 
     @property
     def longest(self) -> int:

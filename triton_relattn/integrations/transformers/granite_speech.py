@@ -86,9 +86,6 @@ class GraniteSpeech5Attention(ChunkedAttention):
         )
         return self.o_proj(join_blocks(join_heads(out), batch, length)), None
 
-    def are_weights(self, shape: torch.Size, pairs: tuple[int, int]) -> bool:
-        return shape[-2:] == (self.context_size,) * 2
-
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
         distances = pair_rows(self.context_size, self.config.max_position_embeddings)
         states = torch.randn(batch, length, self.config.hidden_size)

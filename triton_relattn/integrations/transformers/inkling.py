@@ -51,9 +51,9 @@ class InklingAttention(Attention):
         out = attend(self, query, key, value, rel_query, profiles, attention_mask, cache, is_causal)
         return self.o_proj(join_heads(out)), None
 
-    def serves(self, **given: Any) -> bool:
+    def serves(self, cache: Any = None) -> bool:  # type: ignore[override]
         """Return whether ours computes a call: with a static cache the stock forward's terms are those of later queries."""
-        return super().serves(**given) and not isinstance(given.get("cache"), StaticCache)
+        return super().serves() and not isinstance(cache, StaticCache)
 
     @property
     def longest(self) -> int:

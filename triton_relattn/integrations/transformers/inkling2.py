@@ -90,9 +90,8 @@ class SinkAttention(Attention):
 
     is_dynamic = False
 
-    def serves(self, **given: Any) -> bool:
-        is_newer = given.get("cache_offset") or given.get("seq_idx") is not None
-        return super().serves(**given) and not (IS_5_23 and is_newer)
+    def serves(self, cache_offset: int = 0, seq_idx: torch.Tensor | None = None) -> bool:  # type: ignore[override]
+        return super().serves() and not (IS_5_23 and (cache_offset or seq_idx is not None))
 
     @property
     def longest(self) -> int:

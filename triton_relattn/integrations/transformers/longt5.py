@@ -60,12 +60,9 @@ class LocalAttention(Attention):
 
         return Compact.of(table, make)
 
-    def serves(self, **given: Any) -> bool:
+    def serves(self, mask: torch.Tensor | None) -> bool:  # type: ignore[override]
         """Return whether ours computes a call: without a mask stock attention sees all of three blocks."""
-        return super().serves(**given) and given["mask"] is not None
-
-    def are_weights(self, shape: torch.Size, pairs: tuple[int, int]) -> bool:
-        return shape[-2:] == (self.block_len, 3 * self.block_len)
+        return super().serves() and mask is not None
 
     def keys_of_a_query(self, keys: int) -> int:
         return min(keys, 3 * self.block_len)  # type: ignore[no-any-return]

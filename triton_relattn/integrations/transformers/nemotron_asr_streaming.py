@@ -68,8 +68,8 @@ class StreamingAttention(Attention):
         )
         return self.o_proj(join_heads(window.attend(operator, query, key, value))), None
 
-    def serves(self, **given: Any) -> bool:
-        return super().serves(**given) and given.get("chunks") is not None
+    def serves(self, chunks: tuple[int, int] | None = None) -> bool:  # type: ignore[override]
+        return super().serves() and chunks is not None
 
     def keys_of_a_query(self, keys: int) -> int:
         return min(keys, self.config.sliding_window + 1)  # type: ignore[no-any-return]

@@ -61,10 +61,9 @@ class ParakeetAttention(Attention):
             out = torch.where(attends, out, attend_evenly(query, key, value, self.scaling))
         return self.o_proj(join_heads(out)), None
 
-    def serves(self, **given: Any) -> bool:
+    def serves(self, attention_mask: Any = None) -> bool:  # type: ignore[override]
         """Return whether ours computes a call: a mask (B, 1, 1, N) of the user's hides keys alone."""
-        mask = given.get("attention_mask")
-        return super().serves(**given) and (is_small(mask) or mask.shape[2] > 1)  # type: ignore[union-attr]
+        return super().serves() and (is_small(attention_mask) or attention_mask.shape[2] > 1)
 
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
         states = torch.randn(batch, length, self.config.hidden_size)

@@ -56,8 +56,8 @@ class AudioAttention(Attention):
         )
         return self.o_proj(join_heads(out))
 
-    def serves(self, **given: Any) -> bool:
-        return super().serves(**given) and isinstance(given["attention_mask"], Bias)
+    def serves(self, attention_mask: Any) -> bool:  # type: ignore[override]
+        return super().serves() and isinstance(attention_mask, Bias)
 
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
         table = torch.randn(self.config.num_attention_heads, 21)

@@ -76,14 +76,14 @@ class Attend(InPlace, stock.Attend):
         intermediates.make = lambda: super(Attend, self).forward(*given, attn_bias=bias(), row_mask=row_mask, causal=causal)[1]
         return attended, intermediates
 
-    def serves(self, attn_bias: Any = None, **given: Any) -> bool:
+    def serves(self, attn_bias: Any = None) -> bool:  # type: ignore[override]
         return isinstance(attn_bias, Bias) and self._is_plain()
 
     @staticmethod
     def counted(mask: torch.Tensor) -> torch.Tensor | None:
         return None
 
-    def pairs(self, q: torch.Tensor, k: torch.Tensor, **given: Any) -> int:  # type: ignore[override]
+    def pairs(self, q: torch.Tensor, k: torch.Tensor) -> int:  # type: ignore[override]
         return q.shape[:3].numel() * k.shape[2]
 
     @staticmethod
