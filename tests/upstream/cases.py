@@ -53,7 +53,7 @@ class Subject(NamedTuple):
 
 
 def audio(config: Any) -> dict[str, torch.Tensor]:
-    """Return as many samples as give LENGTH frames."""
+    """Return the samples that give LENGTH frames."""
     return {"input_values": torch.randn(BATCH, 10 * LENGTH + 15)}
 
 

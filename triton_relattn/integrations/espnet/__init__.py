@@ -24,7 +24,7 @@ Outputs and gradients are those of the stock classes, with ``zero_triu``, masks 
 padding stays (B, 1, 1, T), and an enabled ``ConformerEncoder`` makes it without the (T, T) that the stock one makes it of. A
 mask for all pairs, (B, T, T), as CosyVoice makes one of chunks, is used as it is.
 
-What differs: which probabilities dropout drops; as many, of other random numbers. ``attn``, the weights that stock attention
+What differs: which probabilities dropout drops: the same rate, another random stream. ``attn``, the weights that stock attention
 leaves in the module for pictures and for guided attention, is None. ``LegacyRelPositionMultiHeadedAttention`` is replaced if
 it has ``zero_triu``: without, its terms of the future are those of other queries.
 

@@ -24,7 +24,7 @@ and all contexts (``att_context_size`` regular, ``chunked_limited`` and ``chunke
 ``ConformerEncoder`` passes lengths, windows and chunks to its attention instead of a mask (B, T, T): memory is linear in T. A
 mask that another encoder makes is used as it is.
 
-What differs: which probabilities dropout drops; as many, of other random numbers. Attention that is local
+What differs: which probabilities dropout drops: the same rate, another random stream. Attention that is local
 (``rel_pos_local_attn``) or has another kind of position, and encoders with adapters (``ConformerEncoderAdapter``), keep their
 own classes (of the latter, all but the attention). To export a model, disable it first.
 """,

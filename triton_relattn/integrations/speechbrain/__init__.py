@@ -24,7 +24,7 @@ Outputs and gradients are those of the stock class, with its scale 1/sqrt(embed_
 ``TransformerASR`` with a Conformer passes causality and chunks (``DynChunkTrainConfig``) to its encoder's attention instead of
 a mask (T, T): memory is linear in T. A mask that is given is used as it is.
 
-What differs: which probabilities dropout drops; as many, of other random numbers. Weights are None, which stock attention
+What differs: which probabilities dropout drops: the same rate, another random stream. Weights are None, which stock attention
 returns by default. ``mask_pos_future`` has no effect, as in the stock class.
 """,
     example="""

@@ -1,8 +1,8 @@
 """The attention of models of Hugging Face transformers on :func:`triton_relattn.fused_relative_attention`, or on
 :func:`triton_relattn.decomposed_relative_attention`.
 
-For each class of a model that has to act differently there is a subclass of the same name. ``classes.py`` says what it does:
-a row has the stock class and a general one, of a file of the family (``parakeet.py``, ...). :func:`enable` changes the classes
+Classes of a model that have to act differently have subclasses of the same name. ``classes.py`` says what they do: a row has
+the stock class and a general one, of a file of the family (``parakeet.py``, ...). :func:`enable` changes the classes
 of a model's modules to these, and :func:`disable` changes them back. Nothing else of the model changes: parameters, hooks,
 checkpoints and ``state_dict`` stay. No other model changes.
 """

@@ -1,7 +1,7 @@
 """Models with ALiBi: BLOOM, MPT, and Falcon where it has no rotary embeddings (falcon-rw).
 
 slope * (j - i) differs from slope * j by a number that is the same for all keys of a query, and softmax ignores it. So the
-models' own bias of keys, with its rounding, is the whole term: a mask of numbers (B, H, 1, Nk).
+models' own bias of keys, with its rounding, is the whole term: an additive mask (B, H, 1, Nk).
 """
 
 from __future__ import annotations

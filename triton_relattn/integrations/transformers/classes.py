@@ -1,7 +1,7 @@
 """Which class here takes the place of which stock class of transformers, and the library as :mod:`triton_relattn.integrations`
 sees it.
 
-A class is made of a general one and the stock class when it is first asked for. Pickle finds it by its name,
+A class is derived from a general one and the stock class when it is first asked for. Pickle finds it by its name,
 ``classes.t5_T5Attention``.
 """
 

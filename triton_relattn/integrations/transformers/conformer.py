@@ -18,7 +18,7 @@ from .encoder import Encoder
 
 
 class ConformerAttention(Attention):
-    """Mixin: the forward, for each ``position_embeddings_type``.
+    """Attention by ``position_embeddings_type``:
 
     .. code-block:: text
 
@@ -66,7 +66,7 @@ class ConformerAttention(Attention):
             out = window.attend(functools.partial(fused_relative_attention, **term), query, key, value)
             if real is not None:
                 # The adapter's convolution mixes queries from which padding hides all with real ones: they see all keys evenly,
-                # those of other chunks, too.
+                # also those of other chunks.
                 visible = sees_a_key(window, query.shape[2])[:, None, :, None]
                 out = torch.where(visible, out, attend_evenly(query, key, value, scale))
         return self.linear_out(join_heads(out)), None

@@ -58,7 +58,7 @@ class Encoder(PassesOn):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # transformers looks up by class what output_hidden_states and the like may record, and enters it when a model is made.
+        # transformers looks up by class what output_hidden_states and the like may record, and enters it when a model is built.
         dict.__setitem__(_CAN_RECORD_REGISTRY, str(cls), getattr(cls, "_can_record_outputs", None))
         if "stock_class" in vars(cls):
             cls.forward = with_weights(cls.forward)  # type: ignore[attr-defined]

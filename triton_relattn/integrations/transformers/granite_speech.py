@@ -31,7 +31,7 @@ def embedding_rows(distances: torch.Tensor) -> torch.Tensor:
 
 
 def pair_rows(size: int, last: int) -> torch.Tensor:
-    """Return the row of the embedding for each pair of frames in a block, as the stock encoder does."""
+    """Return the row of the embedding per pair of frames in a block, as the stock encoder does."""
     position = torch.arange(size)
     return (position[:, None] - position).clamp(-size, size) + last
 

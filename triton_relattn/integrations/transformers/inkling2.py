@@ -24,7 +24,7 @@ IS_5_23 = not hasattr(stock, "get_relative_distance")
 
 
 class SinkAttention(Attention):
-    """q_i . k_j + r_i . W[i - j], q and k scaled; W (d_rel, extent) zero beyond its ends; a sink for each query and head.
+    """q_i . k_j + r_i . W[i - j], q and k scaled; W (d_rel, extent) zero beyond its ends; a sink per query and head.
 
     In windows. Queries and keys that are too long are shortened, values are normalised, and the output is gated. From
     transformers 5.24 on these are parts of the projections; the lines for 5.23 have a module for each.

@@ -44,7 +44,7 @@ def collects_weights() -> bool:
     """Return whether the weights of this call are collected, which only the stock forward computes."""
     if not COLLECTS or (torch.compiler.is_compiling() and not _active_collector.compiling):  # whose ContextVar cannot be traced
         return False
-    return any("attentions" in each for each in _active_collector.get() or ())
+    return any("attentions" in names for names in _active_collector.get() or ())
 
 
 STOCK_READS.append(collects_weights)

@@ -25,7 +25,7 @@ CACHE = argument_name(stock.NemotronAsrStreamingEncoderBlock.forward, "cache")
 class StreamingAttention(Attention):
     """(q_i + u) . k_j + (q_i + v) . R[j - i], both scaled; a frame sees its chunk and some chunks before it.
 
-    R, a row per distance and head, is made of sinusoids; only the rows of distances between visible frames are projected.
+    R, a row per distance and head, is projected from sinusoids; only the rows of distances between visible frames are projected.
     """
 
     small = ("attention_mask",)

@@ -66,7 +66,7 @@ class AudioAttention(Attention):
 
 
 class RelativeAttentionBias(Attention):
-    """Biases (H, R), a row for each distance that occurs, up to the clipped one, instead of (1, H, N, N)."""
+    """Biases (H, R), a row per distance that occurs, up to the clipped one, instead of (1, H, N, N)."""
 
     def forward(self, x: torch.Tensor) -> Bias:
         last = min(x.shape[1], self.max_distance) - 1

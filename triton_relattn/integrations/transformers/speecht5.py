@@ -61,7 +61,7 @@ def small_table(table: torch.Tensor, length: int) -> Any:
 
 
 class RelativePositionalEncoding(Attention):
-    """The table itself, most distant past first, instead of a row of it for each pair."""
+    """The table itself, most distant past first, instead of a row of it per pair."""
 
     fewest, passes_on = 0, True
 

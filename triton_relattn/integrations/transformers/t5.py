@@ -83,7 +83,7 @@ class BucketedAttention(Attention):
         return RelativePositions(-last, 0 if getattr(self, "is_decoder", True) else last)
 
     def bias_table(self, device: torch.device) -> torch.Tensor:
-        """Return the biases (H, R), a row for each of these positions. device: of the input, as weights may be offloaded."""
+        """Return the biases (H, R), a row per position. device: of the input, as weights may be offloaded."""
         positions, last = self.positions(), self.relative_attention_max_distance
         distances = torch.arange(positions.first, positions.last + 1, device=device)
         buckets = tables.t5_buckets(distances, self.relative_attention_num_buckets, last, positions.last > 0)

@@ -14,7 +14,7 @@ from .encoder import Encoder
 
 
 class WavLMAttention(Attention):
-    """q_i . k_j, scaled, + gate_i * b[bucket(j - i)]: a gate for each query and head. The first layer passes b on."""
+    """q_i . k_j, scaled, + gate_i * b[bucket(j - i)]: a gate per query and head. The first layer passes b on."""
 
     small = ("position_bias",)
 

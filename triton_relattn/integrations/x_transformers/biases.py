@@ -54,7 +54,7 @@ class Bias:
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if function is pad and not any(args[1]):  # by as many keys of a memory as there are
+        if function is pad and not any(args[1]):  # for the keys of a memory, of which there are none
             return args[0]
         return function(*map(dense_of, args), **{name: dense_of(value) for name, value in (kwargs or {}).items()})
 
