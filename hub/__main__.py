@@ -109,7 +109,7 @@ def copy_sources(folder: Path) -> None:
         if path.name != "attention.py":
             path.unlink()
     (folder / "integrations" / "espnet" / "__init__.py").write_text('"""Attention of Conformers as ESPnet has it."""\n')
-    for name in ("doors.py", "every.py", "memory.py", "report.py"):
+    for name in ("enable.py", "report.py"):
         (folder / "integrations" / name).unlink()
     (folder / "layers.py").write_text((FILES / "layers.py").read_text())
     init = folder / "__init__.py"
@@ -117,7 +117,7 @@ def copy_sources(folder: Path) -> None:
     text = (
         text.replace('    "disable",\n    "enable",\n', "").partition("\n\ndef __getattr__")[0] + "\n"
     )  # these need the libraries
-    text = text.replace("if TYPE_CHECKING:\n    from .integrations.every import disable, enable\n\n", "")
+    text = text.replace("if TYPE_CHECKING:\n    from .integrations.enable import disable, enable\n\n", "")
     text = text.replace("from typing import TYPE_CHECKING, Any\n\n", "")
     text = "\n".join(line for line in text.split("\n") if not line.startswith("enable, disable "))
     assert "enable" not in text

@@ -22,7 +22,7 @@ from .merging import merge_attention
 from .positions import RelativePositions
 
 if TYPE_CHECKING:
-    from .integrations.every import disable, enable
+    from .integrations.enable import disable, enable
 
 __all__ = [
     "RelativePositions",
@@ -42,7 +42,7 @@ __version__ = "0.3.0"
 def __getattr__(name: str) -> Any:
     """Import what models need when it is first asked for."""
     if name in ("enable", "disable"):
-        from .integrations import every
+        from .integrations import enable
 
-        return getattr(every, name)
+        return getattr(enable, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

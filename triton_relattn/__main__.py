@@ -20,7 +20,7 @@ from . import __version__, check
 from ._blockwise.products import VARIABLE, chooses_onednn
 from ._core.sizes import Parser, bounded, rows, sizes
 from ._implementations import can_run_triton, choose_implementation
-from .integrations.every import enable
+from .integrations.enable import enable
 from .integrations.transformers import families
 from .measure import Work, made, measure
 from .positions import RelativePositions

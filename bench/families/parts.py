@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from triton_relattn.integrations.functions import with_names
+from triton_relattn.integrations.replacement import with_names
 
 
 def one_parakeet_attention(config: Any) -> nn.Module:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from .integrations.espnet.attention import attend
-from .integrations.heads import join_heads
+from .integrations.operators import join_heads
 
 __all__ = ["RelPositionMultiHeadedAttention"]
 

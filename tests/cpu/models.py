@@ -46,7 +46,7 @@ def writer(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any
 
 
 def in_dtype(model: nn.Module, dtype: torch.dtype) -> Any:
-    """The model with its parameters in dtype, but for those that transformers keeps in float32."""
+    """The model with its parameters in dtype, except those that transformers keeps in float32."""
     model.to(dtype)
     kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     if dtype.itemsize < 4:
@@ -112,7 +112,7 @@ def output(model: nn.Module, given: dict[str, Any]) -> torch.Tensor:
 
 
 class Sizes(TorchDispatchMode):
-    """Shapes of all tensors that are made, but for what the operator makes inside."""
+    """Shapes of all tensors that a call allocates, except inside the operator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ def in_float64() -> Iterator[None]:
 
 @contextmanager
 def operators_dropout(heads: int, one_by_one: bool = False) -> Iterator[None]:
-    """Stock attention drops the probabilities that the operator does; one_by_one: as if called for each sequence."""
+    """Stock attention drops the probabilities that the operator does; one_by_one: as if called with one sequence at a time."""
     original = nn.functional.dropout
 
     def dropout(states: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,48 +161,6 @@ class ShawAttention(nn.Module):
         if mask is not None:
             scores = scores.masked_fill(~mask[:, None, None], torch.finfo(scores.dtype).min)
         return self.wo((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
-
-
-SHARE = 1.0
-
-
-def unchanged(states: torch.Tensor) -> torch.Tensor:
-    return states
-
-
-def doubled(states: torch.Tensor) -> torch.Tensor:
-    return 2 * states
-
-
-class Factor(nn.Module):
-    """A child with a setting of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.value = 1.0
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        return self.value * states
-
-
-class AdjustedAttention(ShawAttention):
-    """As its base, if all that its result is multiplied by is 1."""
-
-    of_class = 1.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.config, self.options, self.factors = SimpleNamespace(factor=1.0), {"inner": {"factor": 1.0}}, [1.0]
-        self.ends: tuple[float, float] = (1.0, 1.0)
-        self.limit: float | None = None
-        self.last, self.then = Factor(), unchanged
-        self.register_buffer("is_negative", torch.tensor(False))
-
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        factor = self.config.factor * self.options["inner"]["factor"] * self.factors[0] * self.ends[1] * self.of_class * SHARE
-        out = self.then(self.last(factor * super().forward(x, mask)))
-        out = out if self.limit is None else out.clamp(max=self.limit)
-        return -out if self.is_negative else out
 
 
 class FeatureAttention(nn.Module):

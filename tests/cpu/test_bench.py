@@ -370,7 +370,7 @@ def test_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_model_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One row too far to the past, and sdpa that is missing."""
     pytest.importorskip("transformers")
-    from triton_relattn.integrations import every
+    from triton_relattn.integrations import enable
     from triton_relattn.integrations.transformers import vits
 
     def shifted(first: int, last: int, outside: Any) -> RelativePositions:
@@ -380,7 +380,7 @@ def test_a_model_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp
         return models.measure(FAMILIES[name], options)
 
     monkeypatch.setattr(vits, "RelativePositions", shifted)
-    monkeypatch.setattr(every, "compared_class", lambda *_: 0.0)
+    monkeypatch.setattr(enable, "compare", lambda module, candidates, *_: (candidates(module)[0][1](), 0.0))
     monkeypatch.setattr(models, "in_own_process", in_this_process)
     path = tmp_path / "models.csv"
     assert main(models_of("--families", "vits", "--lengths", "24", "--directions", "forward", "--csv", str(path))) == 1

@@ -199,7 +199,6 @@ def test_streaming(lookahead: int, masked: bool) -> None:
 QUERY, KEY = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
 MASKS = {
     "causal": KEY <= QUERY,  # also in sliding layers: nobody has asked for their window
-    "window": (KEY <= QUERY) & (QUERY - KEY < 5),
     "prefix": (KEY <= QUERY) | (KEY < 12),  # a prefix that is seen from all positions
     "everything": torch.ones(LENGTH, LENGTH, dtype=torch.bool),
     "documents": (KEY <= QUERY) & ((KEY < 20) == (QUERY < 20)),
@@ -231,17 +230,6 @@ def test_a_mask_of_the_users(name: str, kind: str) -> None:
     with in_float64():
         ours, stock = both(model, given)
         assert_same(ours, stock)
-
-
-def test_numbers_in_a_mask_of_the_users() -> None:
-    """They are added to the logits."""
-    model = build("inkling", torch.float64)
-    given = arguments("inkling", model, WHOLE)
-    numbers = torch.randn(2, 1, LENGTH, LENGTH, dtype=torch.float64)
-    seen = {"full_attention": MASKS["causal"], "sliding_attention": MASKS["window"]}
-    masks = {layers: numbers + as_numbers(each) for layers, each in seen.items()}
-    with in_float64():
-        assert_same(*both(model, {**given, "attention_mask": {**masks, "linear_attention": None}}))
 
 
 @pytest.mark.parametrize(

@@ -68,19 +68,10 @@ def test_every_family_is_here() -> None:
     assert VISION.keys() <= folders
 
 
-@pytest.mark.thorough
-@every_family
-def test_real_sizes(name: str) -> None:
-    """The sizes that bench measures are those of a model."""
-    with torch.device("meta"):
-        assert sum(each.numel() for each in FAMILIES[name].build().parameters()) > 100_000
-
-
 @pytest.mark.parametrize(
     ("lengths", "masked"),
     [
         pytest.param([1, 1], True, id="one", marks=pytest.mark.thorough),
-        pytest.param([9, 9], False, id="nine-no-mask", marks=pytest.mark.thorough),
         pytest.param([24, 24], True, id="twenty-four", marks=pytest.mark.thorough),
         pytest.param(WHOLE, False, id="no-mask"),
     ],
@@ -127,13 +118,7 @@ def test_padding_in_longt5s_encoder(lengths: list[int]) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("wav2vec2_bert", "wav2vec2_bert_relative", "wav2vec2_conformer", "seamless_m4t_v2", "vits"),
-        *("mpnet", "deberta", "deberta_v2", "sew_d", *WAVLM),
-    ],
-)
+@pytest.mark.parametrize("name", ["wav2vec2_bert", "wav2vec2_bert_relative", "mpnet", "deberta_v2", "sew_d", "wavlm"])
 def test_padding_anywhere(name: str) -> None:
     """Frames that are hidden first and in between, not only last."""
     model = build(name, torch.float64)
@@ -174,15 +159,11 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"position_embeddings_type": None},
         {"add_adapter": True},
         {"left_max_position_embeddings": 64, "right_max_position_embeddings": 50},
-        {"left_max_position_embeddings": 3, "right_max_position_embeddings": 0},
     ],
     "wav2vec2_bert_relative": [
         {"add_adapter": True, "num_adapter_layers": 2, "use_intermediate_ffn_before_adapter": True},
     ],
-    "wav2vec2_conformer": [
-        {"position_embeddings_type": None},
-        {"max_source_positions": 8},
-    ],
+    "wav2vec2_conformer": [{"max_source_positions": 8}],
     "seamless_m4t": [{"add_adapter": True}],
     "seamless_m4t_v2": [
         {"add_adapter": True},
@@ -190,27 +171,15 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     ],
     "parakeet": [{"num_key_value_heads": 2, "attention_bias": False, "scale_input": False}],
     "vits": [{"window_size": 50}, {"window_size": 1, "use_bias": False}],
-    "inkling": [
-        {"log_scaling_n_floor": None},
-        {"mlp_layer_types": ["dense", "sparse"], "n_routed_experts": 4, "num_experts_per_tok": 2}
-        | {"moe_intermediate_size": 8, "n_shared_experts": 1, "experts_implementation": "eager"},
-        {"sliding_window_size": 50, "rel_extent": 60},
-        {"swa_num_key_value_heads": 1},
-    ],
-    "inkling2": [
-        {"sliding_window_size": 50, "rel_extent": 60},
-        {"qk_l2_clip_threshold": 50.0, "rel_l2_clip_threshold": 50.0, "log_scaling_n_floor": 1000},
-    ],
+    "inkling": [{"log_scaling_n_floor": None}, {"sliding_window_size": 50, "rel_extent": 60}, {"swa_num_key_value_heads": 1}],
+    "inkling2": [{"qk_l2_clip_threshold": 50.0, "rel_l2_clip_threshold": 50.0, "log_scaling_n_floor": 1000}],
     "gemma4": [
-        {"attention_context_right": 3},
-        {"attention_chunk_size": 16, "attention_context_left": 5},
         {"attention_chunk_size": 4, "attention_context_left": 2, "attention_context_right": 7},
         {"attention_chunk_size": 3, "attention_context_left": 2},
         {"use_clipped_linears": True},
     ],
     "gemma3n": [
         {"conf_attention_context_right": 3},
-        {"conf_attention_chunk_size": 16, "conf_attention_context_left": 5},
         {"conf_attention_chunk_size": 5, "conf_attention_context_left": 1},
         {"conf_attention_logit_cap": 3.0, "conf_reduction_factor": 4},
     ],
@@ -219,17 +188,13 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"local_radius": 1},
         {"encoder_attention_type": "transient-global", "global_block_size": 4},
     ],
-    "t5": [
-        {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128},
-        {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
-    ],
+    "t5": [{"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128}],
     "umt5": [{"relative_attention_num_buckets": 4, "relative_attention_max_distance": 9}],
     "bloom": [{"apply_residual_connection_post_layernorm": True, "n_head": 4}],
     "mpt": [{"attn_config": {"clip_qkv": 0.5, "softmax_scale": 0.2}, "n_heads": 6}],
     "falcon": [
         {"multi_query": True},
         {"num_attention_heads": 4, "num_kv_heads": 2, "new_decoder_architecture": True, "parallel_attn": True},
-        {"parallel_attn": True, "bias": False},
     ],
     "deberta": [
         *({"pos_att_type": kind} for kind in (["c2p"], ["p2c"])),
@@ -237,44 +202,30 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     ],
     "deberta_v2": [
         *({"pos_att_type": kind, "share_att_key": False} for kind in (["c2p"], ["p2c"])),
-        {"share_att_key": False, "norm_rel_ebd": "none"},
         {"position_buckets": -1, "max_relative_positions": 10},
         {"position_buckets": -1, "max_relative_positions": 60},
         {"position_buckets": 256, "max_relative_positions": -1},
         {"position_buckets": 7, "max_relative_positions": 11},
         {"position_buckets": 2, "max_relative_positions": 30},
-        {"position_buckets": 4, "max_relative_positions": 4},
-        {"conv_kernel_size": 3, "conv_act": "gelu"},
-        {"conv_kernel_size": 5, "conv_groups": 4},
     ],
-    "sew_d": [
-        *({"pos_att_type": kind, "share_att_key": True} for kind in (["c2p"], ["p2c"])),
-        {"share_att_key": False, "norm_rel_ebd": "none", "squeeze_factor": 1},
-        {"position_buckets": -1, "max_relative_positions": 10},
-    ],
-    "wavlm": [{"num_buckets": 320, "max_bucket_distance": 800}],
+    "sew_d": [{"pos_att_type": ["p2c"], "share_att_key": True}, {"position_buckets": -1, "max_relative_positions": 10}],
     "wavlm_stable": [{"num_buckets": 4, "max_bucket_distance": 5}],
     "speecht5": [{"encoder_max_relative_position": 160}, {"encoder_max_relative_position": 1}],
-    "fastspeech2_conformer": [{"encoder_normalize_before": True}],
     "nemotron_asr_streaming": [
         {"default_num_lookahead_tokens": 0, "sliding_window": 5},
         {"sliding_window": 1, "default_num_lookahead_tokens": 40},
     ],
     "granite_speech": [{"context_size": 40, "max_pos_emb": 50}, {"context_size": LENGTH, "max_pos_emb": LENGTH}],
-    "granite_speech5": [{"context_size": 1}, {"subsample_layers": [0, 1]}],
+    "granite_speech5": [{"context_size": 1}],
     "phi4_multimodal": [
         {"bias_max_distance": 1000},
         {"bias_max_distance": 40, "bias_symmetric": True},
         {"chunk_size": 6, "left_chunk": 2},
     ],
     "sam": [{"window_size": 3}, {"image_size": 28}],
-    "sam_hq": [{"image_size": 256}],
-    "got_ocr2": [{"window_size": 9}],
-    "slanext": [{"num_attention_heads": 1, "qkv_bias": False}],
     "vitdet": [{"image_size": (28, 24)}],
-    "seggpt": [{"image_size": (12, 8)}],
 }
-SETTING = [pytest.param(name, changes, id=f"{name}-{n}") for name, every in SETTINGS.items() for n, changes in enumerate(every)]
+SETTING = [pytest.param(name, changes, id=f"{name}-{n}") for name, all_of in SETTINGS.items() for n, changes in enumerate(all_of)]
 
 
 @pytest.mark.thorough
@@ -288,25 +239,21 @@ def test_other_settings(name: str, changes: dict[str, Any]) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "length", "changes"),
-    [("phi4_multimodal", 730, {}), ("wavlm", 330, {"num_buckets": 316, "max_bucket_distance": 512})],
-    ids=["phi4_multimodal", "wavlm"],
+    [
+        ("phi4_multimodal", 730, {}),
+        ("wavlm", 330, {"num_buckets": 316, "max_bucket_distance": 512}),
+        ("wavlm", 900, {"max_bucket_distance": 800}),
+    ],
+    ids=["phi4_multimodal", "wavlm", "wavlm-clipped"],
 )
 def test_long_audio(name: str, length: int, changes: dict[str, Any]) -> None:
     """Phi-4 multimodal cuts it into pieces of 500, the last one padded. WavLM's buckets are rounded as the stock model rounds
-    them, which is not T5's way: with this number of buckets it shows at 319."""
+    them, which is not T5's way: with this number of buckets it shows at 319. It clips distances without a warning."""
     model = build(name, torch.float64, layers=1, **changes)
     given = arguments(name, model, [length], length)  # Phi-4's stock model cannot cut two
-    with in_float64():
+    with in_float64(), warnings.catch_warnings():
+        warnings.filterwarnings("error", "the .* rows of a table")
         assert_same(*both(model, given))
-
-
-def test_distances_that_are_clipped_on_purpose() -> None:
-    """WavLM clips distances beyond 800, as it means to: the warning of a table that is too short is not for its users."""
-    model = build("wavlm", layers=1, max_bucket_distance=800)
-    enable(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        output(model, arguments("wavlm", model, [900], 900))
 
 
 CONFORMER = {"attention_dropout": 0.2, "hidden_dropout": 0.1, "activation_dropout": 0.1, "conformer_conv_dropout": 0.1}
@@ -329,7 +276,7 @@ DROPOUT: dict[str, dict[str, Any]] = {
     # Its hidden dropout draws in the order of stock attention's memory, (N, B, C): not what is compared.
     **{name: {**USUAL, "hidden_dropout": 0.0} for name in WAVLM},
     **dict.fromkeys(("mpnet", "deberta", "deberta_v2"), PROBABILITIES),
-    # Their attention's dropout is drawn in another order, see test_as_many_probabilities_are_dropped.
+    # Their attention's dropout is drawn in another order.
     "sew_d": {**USUAL, "attention_dropout": 0.0},
     "nemotron_asr_streaming": {**FAST_CONFORMER, "attention_dropout": 0.0},
     "speecht5": USUAL,
@@ -346,11 +293,7 @@ TRAINED = [
     *(
         pytest.param(name, {**DROPOUT[name], setting: 0.5}, id=f"{name}-{setting}")
         for setting, names in {
-            "layerdrop": [
-                *("wav2vec2_bert", "wav2vec2_bert_relative", "wav2vec2_conformer", "parakeet", "vits", *WAVLM),
-                "nemotron_asr_streaming",
-            ],
-            "speech_encoder_layerdrop": ["seamless_m4t", "seamless_m4t_v2"],
+            "layerdrop": ["wav2vec2_bert", "parakeet", "vits", "wavlm", "nemotron_asr_streaming"],
             "encoder_layerdrop": ["speecht5"],
             "dropout_positions": ["parakeet", "nemotron_asr_streaming"],
         }.items()
@@ -364,7 +307,7 @@ TRAINED = [
 def test_training(name: str, changes: dict[str, Any]) -> None:
     """With all kinds of dropout, of which the attention's drops what the operator does."""
     dropped_layers = any("layerdrop" in each for each in changes)
-    steady = {key: 0.0 for key in ("layerdrop", "speech_encoder_layerdrop", "encoder_layerdrop") if key not in changes}
+    steady = {name: 0.0 for name in ("layerdrop", "speech_encoder_layerdrop", "encoder_layerdrop") if name not in changes}
     model = build(name, torch.float64, layers=6 if dropped_layers else 2, **{**steady, **changes}).train()
     given = arguments(name, model, PADDED)
     # Queries that see no key see all evenly, and drop none; each sequence has a table of its own if positions are dropped.
@@ -384,42 +327,8 @@ def test_training(name: str, changes: dict[str, Any]) -> None:
     assert_same(ours, stock)
 
 
-DROPPED: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
-    "longt5": (
-        "dropout_rate",
-        "encoder.block.0.layer.0.LocalSelfAttention",
-        {"mask": torch.ones(100, 1, 3, 5, 15, dtype=torch.bool)},
-        ("v", "o"),
-    ),
-    "sew_d": (
-        "attention_dropout",
-        "encoder.layer.0.attention.self",
-        {"attention_mask": torch.ones(100, 1, 1, 12), "rel_embeddings": torch.ones(16, 32)},
-        ("value_proj",),
-    ),
-    "parakeet": ("attention_dropout", "layers.0.self_attn", {"position_embeddings": torch.ones(1, 23, 32)}, ("v_proj", "o_proj")),
-}
-
-
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", DROPPED)
-def test_as_many_probabilities_are_dropped(name: str) -> None:
-    """Dropout keeps the mean of the summed weights at 1."""
-    rate, part, given, projections = DROPPED[name]
-    changes: dict[str, Any] = {rate: 0.3}
-    attention: Any = build(name, layers=1, **changes).get_submodule(part)
-    enable(attention)
-    for projection in projections:
-        setattr(attention, projection, nn.Identity())
-    with torch.no_grad():
-        sums = attention.train()(torch.ones(100, 12, 32), **given)[0]
-        assert_near("sums", attention.eval()(torch.ones(100, 12, 32), **given)[0], torch.ones_like(sums))
-    assert sums.std() > 0.1
-    assert abs(float(sums.mean()) - 1) < 5 * float(sums.std()) / (100 * 12 * 4) ** 0.5
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", ["mpnet", "deberta", "deberta_v2", "sew_d", "bloom", "fastspeech2_conformer"])
+@pytest.mark.parametrize("name", ["mpnet", "deberta_v2", "sew_d", "bloom", "fastspeech2_conformer"])
 def test_dropout_in_evaluation(name: str) -> None:
     """Dropout modules that train drop, also in a model that does not (Monte Carlo dropout)."""
     model = build(name).eval()
@@ -431,20 +340,6 @@ def test_dropout_in_evaluation(name: str) -> None:
             vars(dropout).update({"drop_prob" if hasattr(dropout, "drop_prob") else "p": 0.5})
             dropout.train()
     assert not model.training and not torch.equal(output(model, given), output(model, given))
-
-
-@pytest.mark.thorough
-def test_parakeet_drops_no_even_probabilities() -> None:
-    """Queries that are padding get the mean of all values, also in training."""
-    from triton_relattn.integrations.transformers.parakeet import mask_of
-
-    attention = build("parakeet", attention_dropout=0.5).get_submodule("layers.0.self_attn").train()
-    enable(attention)
-    states, mask = torch.randn(1, 9, 32), mask_of((torch.arange(9) < 6)[None])
-    given = {"position_embeddings": torch.randn(1, 17, 32), "attention_mask": mask}
-    trained, steady = attention(states, **given)[0], attention.eval()(states, **given)[0]
-    assert_near("padding", trained[:, 6:], steady[:, 6:])
-    assert not torch.equal(trained[:, :6], steady[:, :6])
 
 
 def assert_as_exact(ours: Results, stock: Results, golden: Results) -> None:
@@ -521,7 +416,8 @@ def test_nothing_but_padding_in_float16(name: str) -> None:
 def test_nothing_quadratic(name: str) -> None:
     """No tensor has two dimensions as long as the sequence, and the largest one grows with the length."""
     largest = []
-    for length in (150, 300):  # longer than all widths
+    shortest = 600 if name == "nemotron_asr_streaming" else 150  # longer than all widths, and than a mask of chunks
+    for length in (shortest, 2 * shortest):
         model = build(name)
         enable(model, check_calls=False)  # which would run the stock forward
         given = arguments(name, model, [length, length - 7], length)
@@ -537,11 +433,11 @@ def test_nothing_quadratic(name: str) -> None:
         assert found.squares(length), "nor does the stock model have one"
 
 
-CHECKPOINTED = ("wav2vec2_bert", "seamless_m4t", "seamless_m4t_v2", "parakeet", "nemotron_asr_streaming", "t5", "umt5", "longt5")
+CHECKPOINTED = ("wav2vec2_bert", "seamless_m4t_v2", "parakeet", "nemotron_asr_streaming", "t5", "longt5", "deberta_v2")
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", [*CHECKPOINTED, "deberta", "deberta_v2", "bloom", "mpt", "falcon", "inkling", "inkling2"])
+@pytest.mark.parametrize("name", [*CHECKPOINTED, "bloom", "falcon", "inkling", "inkling2"])
 def test_gradient_checkpointing(name: str) -> None:
     model = build(name, torch.float64).train()
     given = arguments(name, model, PADDED)
@@ -553,27 +449,17 @@ def test_gradient_checkpointing(name: str) -> None:
 
 
 @pytest.mark.thorough
-@every_family
+@pytest.mark.parametrize("name", ["parakeet", "wav2vec2_bert", "deberta_v2", "gemma4", "inkling"])
 def test_hidden_states(name: str) -> None:
     model = build(name)
-    if name in ("fastspeech2_conformer", "phi4_multimodal", "gemma3n") or not hasattr(model, "save_pretrained"):
-        pytest.skip("collects none, or is a part that does")
-    given = {**arguments(name, model, PADDED), "output_hidden_states": True}
-
-    def hidden_states() -> Any:
-        with torch.no_grad():
-            made = model(**given)
-        return made.get("hidden_states") or (*made.encoder_hidden_states, *made.decoder_hidden_states)
-
-    stock = hidden_states()
-    enable(model)
-    ours = hidden_states()
+    given = {**arguments(name, model, WHOLE), "output_hidden_states": True}
+    with torch.no_grad():
+        stock = model(**given).hidden_states
+        enable(model)
+        ours = model(**given).hidden_states
     assert len(ours) == len(stock) > 2
-    counts = [counting(name, PADDED)] * len(ours)
-    if name in ("longt5", "t5"):  # the encoder's come first, whose sequences have other lengths
-        counts = [given["attention_mask"].bool()[..., None]] * (len(ours) // 2) + counts[len(ours) // 2 :]
-    for each, expected, shown in zip(ours, stock, counts, strict=True):
-        assert_near("states", counted(each, shown), counted(expected, shown))
+    for states, expected in zip(ours, stock, strict=True):
+        assert_near("states", states, expected)
 
 
 SEVERAL_GRAPHS = ("nemotron_asr_streaming", "vits", "switch_transformers", "inkling2")
@@ -642,29 +528,16 @@ def test_results_do_not_depend_on_the_implementation(name: str) -> None:
 
 
 @pytest.mark.thorough
-@every_family
+@pytest.mark.parametrize("name", ["parakeet", "t5", "inkling"])
 def test_an_unknown_argument(name: str) -> None:
-    """As of a later version: calls with it are the stock forward's, which takes it, or raises."""
+    """As of a later version: a call with it is the stock forward's."""
     model = build(name)
     given = {**arguments(name, model, PADDED), "kv": torch.ones(1)}
-
-    def run() -> Any:
-        try:
-            return output(model, given)
-        except TypeError as error:
-            return str(error).partition("(")[2]
-
-    stock = run()
-    met: list[set[str]] = []
-    for path, kind in enable(model).items():
-        if "Attention" in kind:
-            attention = model.get_submodule(path)
-            attention.register_forward_pre_hook(lambda _, args, kwargs: met.append({*kwargs}), with_kwargs=True)
-    ours = run()
-    if isinstance(stock, str):
-        assert ours == stock
-    elif any("kv" in each for each in met):
-        assert_near("ours", ours, stock)
+    stock = output(model, given)
+    enable(model)
+    with Sizes() as found:
+        assert_near("ours", output(model, given), stock)
+    assert not found.ours
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.thorough] * (name != "sam")) for name in VISION])
@@ -715,18 +588,14 @@ def test_whole_models(name: str) -> None:
         assert disable(model) == enabled and torch.equal(run(model), stock)
 
 
-GRAPHS = {"traced": [(torch.jit, "is_tracing")], "exported": [(torch.compiler, "is_compiling"), (torch.compiler, "is_exporting")]}
-
-
-@pytest.mark.parametrize("how", GRAPHS)
 @every_family
-def test_graphs_have_the_stock_forward(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is traced or exported has no small masks or positions: bit for bit."""
+def test_graphs_have_the_stock_forward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is exported has no small masks or positions: bit for bit."""
     model = build(name)
     given = arguments(name, model, PADDED)
     enable(model)
-    for module, function in GRAPHS[how]:
-        monkeypatch.setattr(module, function, lambda: True)
+    for function in ("is_compiling", "is_exporting"):
+        monkeypatch.setattr(torch.compiler, function, lambda: True)
     with Sizes() as found:
         ours = output(model, given)
     disable(model)

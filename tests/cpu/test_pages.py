@@ -16,7 +16,7 @@ from bench.report import longest
 from bench.report.longest import EAGER, ENCODERS, Encoder
 from tests.libraries.standins import is_installed
 from triton_relattn import enable
-from triton_relattn.integrations.memory import _Counter
+from triton_relattn.integrations.report import _Counter
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

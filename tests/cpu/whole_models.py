@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -36,17 +37,10 @@ def shown(length: int, other: int) -> torch.Tensor:
     return (torch.arange(length) < torch.tensor([[length], [other]])).long()
 
 
-def reading(features: torch.Tensor, mask: torch.Tensor, name: str = "attention_mask") -> Run:
+def reading() -> Run:
     """Logits of tokens that a decoder writes after it has heard features."""
-    tokens = torch.randint(1, 50, (2, 7))
-    return lambda model: model(input_features=features, **{name: mask}, decoder_input_ids=tokens).logits
-
-
-def wavlm() -> tuple[Any, Run]:
-    convolutions = {"conv_dim": (8, 8), "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_feat_extract_layers": 2}
-    model = transformers.WavLMModel(transformers.WavLMConfig(**SMALL["wavlm"], **convolutions, feat_extract_norm="layer"))
-    audio, mask = torch.randn(2, 400), shown(400, 300)
-    return model, lambda model: model(audio, attention_mask=mask).last_hidden_state
+    features, mask, tokens = torch.randn(2, 170, 16), shown(170, 120), torch.randint(1, 50, (2, 7))
+    return lambda model: model(input_features=features, attention_mask=mask, decoder_input_ids=tokens).logits
 
 
 def speecht5() -> tuple[Any, Run]:
@@ -77,12 +71,12 @@ def fastspeech2_conformer() -> tuple[Any, Run]:
 
 def canary() -> tuple[Any, Run]:
     config = transformers.CanaryConfig(encoder_config=PARAKEET, decoder_config={**DECODER, **TOKENS}, **TOKENS)
-    return transformers.CanaryForConditionalGeneration(config), reading(torch.randn(2, 170, 16), shown(170, 120))
+    return transformers.CanaryForConditionalGeneration(config), reading()
 
 
 def cohere_asr() -> tuple[Any, Run]:
     config = transformers.CohereAsrConfig(encoder_config=PARAKEET, **{**DECODER, **TOKENS})
-    return transformers.CohereAsrForConditionalGeneration(config), reading(torch.randn(2, 170, 16), shown(170, 120))
+    return transformers.CohereAsrForConditionalGeneration(config), reading()
 
 
 def nemotron_h_omni() -> tuple[Any, Run]:
@@ -114,14 +108,6 @@ def codec(name: str) -> tuple[Any, Run]:
     return getattr(transformers, f"{name}Model")(config), run
 
 
-def xcodec2() -> tuple[Any, Run]:
-    return codec("Xcodec2")
-
-
-def neucodec() -> tuple[Any, Run]:
-    return codec("NeuCodec")
-
-
 def embedding_gemma2() -> tuple[Any, Run]:
     audio = {**SMALL["gemma4"], "model_type": "gemma4_audio"}
     text = {**DECODER, **TOKENS, "num_key_value_heads": 2, "hidden_size_per_layer_input": 8, "embedding_dim": 16}
@@ -142,25 +128,16 @@ def nemotron3_5_asr() -> tuple[Any, Run]:
     return model, lambda model: model(features, mask, decoder_input_ids=tokens, prompt_ids=torch.tensor([0, 2])).logits
 
 
-def musicgen_of(name: str) -> tuple[Any, Run]:
+def music(classes: str) -> tuple[Any, Run]:
     """Build a model of music whose text encoder is T5."""
     text = {"model_type": "t5", "num_layers": 1, "d_model": 16, "d_kv": 4, "num_heads": 4, "d_ff": 8, "vocab_size": 50}
     sound = {"model_type": "encodec", "num_filters": 4, "hidden_size": 8, "codebook_dim": 8, "codebook_size": 64}
     sizes = {"vocab_size": 64, "num_hidden_layers": 1, "ffn_dim": 8, "num_attention_heads": 2, "hidden_size": 16}
-    decoder = {"model_type": f"{name}_decoder", "num_codebooks": 2, "pad_token_id": 63, **sizes}
-    classes = {"musicgen": "Musicgen", "musicgen_melody": "MusicgenMelody"}[name]
+    decoder = {"num_codebooks": 2, "pad_token_id": 63, **sizes}
     config = getattr(transformers, f"{classes}Config")(text_encoder=text, audio_encoder=sound, decoder=decoder)
     model = getattr(transformers, f"{classes}ForConditionalGeneration")(config)
     tokens, mask, codes = torch.randint(1, 49, (2, 37)), shown(37, 22), torch.randint(0, 63, (4, 5))
     return model, lambda model: model(input_ids=tokens, attention_mask=mask, decoder_input_ids=codes).logits
-
-
-def musicgen() -> tuple[Any, Run]:
-    return musicgen_of("musicgen")
-
-
-def musicgen_melody() -> tuple[Any, Run]:
-    return musicgen_of("musicgen_melody")
 
 
 def deepseek_vl_hybrid() -> tuple[Any, Run]:
@@ -172,16 +149,6 @@ def deepseek_vl_hybrid() -> tuple[Any, Run]:
     config = transformers.DeepseekVLHybridConfig(text_config=text, vision_config=vision, high_res_vision_config=fine)
     images = torch.randn(2, 3, 24, 24)
     return transformers.DeepseekVLHybridModel(config), lambda model: model.high_res_vision_model(images).last_hidden_state
-
-
-def vits() -> tuple[Any, Run]:
-    """Speech from the enabled text encoder."""
-    small = {**SMALL["vits"], "upsample_initial_channel": 16, "spectrogram_bins": 9}
-    small |= {"upsample_rates": [2, 2], "upsample_kernel_sizes": [4, 4], "resblock_kernel_sizes": [3]}
-    small |= {"resblock_dilation_sizes": [[1, 2]], "prior_encoder_num_flows": 1, "prior_encoder_num_wavenet_layers": 1}
-    model = transformers.VitsModel(transformers.VitsConfig(**small, noise_scale=0.0, noise_scale_duration=0.0)).double()
-    tokens, mask = torch.randint(1, 38, (2, 11)), shown(11, 7)
-    return model, lambda model: model(tokens, attention_mask=mask).waveform
 
 
 @contextmanager
@@ -210,18 +177,16 @@ def inkling() -> tuple[Any, Run]:
 
 DECODER_OF_SOUND = {**{key: each for key, each in DECODER.items() if key != "vocab_size"}, "head_dim": 8}
 WHOLE_MODELS: dict[str, tuple[Callable[[], tuple[Any, Run]], set[str]]] = {
-    "wavlm": (wavlm, {"WavLMEncoder", "WavLMAttention"}),
     "speecht5": (speecht5, {"SpeechT5Encoder", "SpeechT5Attention", "SpeechT5RelativePositionalEncoding"}),
     "fastspeech2_conformer": (fastspeech2_conformer, {"FastSpeech2ConformerAttention"}),
     "canary": (canary, {"ParakeetEncoder", "ParakeetEncoderAttention"}),
     "cohere_asr": (cohere_asr, {"ParakeetEncoder", "ParakeetEncoderAttention"}),
     "nemotron_h_omni": (nemotron_h_omni, {"ParakeetEncoder", "ParakeetEncoderAttention"}),
-    "xcodec2": (xcodec2, {"Wav2Vec2BertEncoder", "Wav2Vec2BertSelfAttention"}),
-    "neucodec": (neucodec, {"Wav2Vec2BertEncoder", "Wav2Vec2BertSelfAttention"}),
+    "xcodec2": (partial(codec, "Xcodec2"), {"Wav2Vec2BertEncoder", "Wav2Vec2BertSelfAttention"}),
+    "neucodec": (partial(codec, "NeuCodec"), {"Wav2Vec2BertEncoder", "Wav2Vec2BertSelfAttention"}),
     "embedding_gemma2": (embedding_gemma2, {"Gemma4AudioModel", "Gemma4AudioAttention"}),
-    "musicgen": (musicgen, {"T5Stack", "T5Attention"}),
-    "musicgen_melody": (musicgen_melody, {"T5Stack", "T5Attention"}),
-    "vits": (vits, {"VitsEncoder", "VitsAttention"}),
+    "musicgen": (partial(music, "Musicgen"), {"T5Stack", "T5Attention"}),
+    "musicgen_melody": (partial(music, "MusicgenMelody"), {"T5Stack", "T5Attention"}),
     "inkling": (inkling, {"InklingModel", "InklingTextModel", "InklingAttention"}),
     "deepseek_vl_hybrid": (deepseek_vl_hybrid, {"SamVisionSdpaAttention"}),
     "nemotron3_5_asr": (
@@ -253,43 +218,24 @@ class Vision(NamedTuple):
     height: int = SIZE
 
 
+VITDET: dict[str, Any] = {"window_block_indices": (0,), "residual_block_indices": (1,), "use_relative_position_embeddings": True}
+SEGGPT = {"intermediate_hidden_state_indices": (0, 1), "merge_index": 0, "drop_path_rate": 0.0}
+FORMULAS = {f"post_conv_{channels}_channels": 16 for channels in ("in", "mid", "out")} | {"decoder_hidden_size": 8}
 VISION = {
     "sam": Vision("SamVisionModel", "SamVisionConfig", SAM),
     "sam_hq": Vision("SamHQVisionModel", "SamHQVisionConfig", SAM),
     "vitdet": Vision(
         "VitDetModel",
         "VitDetConfig",
-        {
-            **SMALL_VISION,
-            "pretrain_image_size": SIZE,
-            "window_size": 3,
-            "window_block_indices": (0,),
-            "residual_block_indices": (1,),
-            "use_relative_position_embeddings": True,
-        },
+        {**SMALL_VISION, **VITDET, "pretrain_image_size": SIZE, "window_size": 3},
         height=24,
     ),
-    "seggpt": Vision(
-        "SegGptModel",
-        "SegGptConfig",
-        {**SMALL_VISION, "image_size": (2 * SIZE, SIZE), "intermediate_hidden_state_indices": (0, 1), "merge_index": 0}
-        | {"drop_path_rate": 0.0},
-    ),
+    "seggpt": Vision("SegGptModel", "SegGptConfig", {**SMALL_VISION, **SEGGPT, "image_size": (2 * SIZE, SIZE)}),
     "got_ocr2": Vision("GotOcr2VisionEncoder", "GotOcr2VisionConfig", SAM),
     "deepseek_ocr2": Vision("DeepseekOcr2SamVisionEncoder", "DeepseekOcr2SamVisionConfig", DOWN, height=24),
     "unlimited_ocr": Vision("UnlimitedOcrSamVisionEncoder", "UnlimitedOcrSamVisionConfig", DOWN, height=24),
     "slanext": Vision("SLANeXtVisionEncoder", "SLANeXtVisionConfig", SAM),
-    "pp_formulanet": Vision(
-        "PPFormulaNetVisionModel",
-        "PPFormulaNetVisionConfig",
-        {
-            **SAM,
-            "post_conv_in_channels": 16,
-            "post_conv_out_channels": 16,
-            "post_conv_mid_channels": 16,
-            "decoder_hidden_size": 8,
-        },
-    ),
+    "pp_formulanet": Vision("PPFormulaNetVisionModel", "PPFormulaNetVisionConfig", {**SAM, **FORMULAS}),
 }
 
 

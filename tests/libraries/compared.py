@@ -7,18 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from tests.cpu.models import Results
-
-
-class Float32IsFloat64(TorchFunctionMode):
-    """Functions of torch that are asked for float32 give float64."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        func = torch.Tensor.double if func is torch.Tensor.float else func
-        args = [torch.float64 if each is torch.float32 else each for each in args]
-        return func(*args, **{name: torch.float64 if each is torch.float32 else each for name, each in (kwargs or {}).items()})
+from triton_relattn.integrations.isolation import Promoted
 
 
 def modules_of(model: Any) -> list[nn.Module]:
@@ -32,7 +23,7 @@ def modules_of(model: Any) -> list[nn.Module]:
 def computed(model: Any, run: Callable[..., Any], *given: torch.Tensor, counts: torch.Tensor | None = None) -> Results:
     """The output of a run, and the gradients of arguments and parameters; without gradients the output alone."""
     leaves = [each.detach().requires_grad_() if each.dtype == torch.float64 else each for each in given]  # masks are none
-    with Float32IsFloat64():
+    with Promoted():
         torch.manual_seed(3)
         out = run(model, *leaves)
         out = out[0] if isinstance(out, tuple) else out

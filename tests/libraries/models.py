@@ -6,15 +6,12 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
 from tests.cpu.models import varied
-from tests.libraries import small
-from tests.libraries.small import HEADS as HEADS
-from tests.libraries.small import WIDTH as WIDTH
 from tests.libraries.standins import absent, bare
 
 
@@ -51,46 +48,111 @@ class Model:
         }
 
 
-def nemo(**settings: Any) -> nn.Module:
+WIDTH, HEADS, MEL = 32, 4, 20
+SIZES = {"input_size": MEL, "output_size": WIDTH, "attention_heads": HEADS, "linear_units": 48, "num_blocks": 2}
+NO_DROPOUT = dict.fromkeys(("dropout_rate", "positional_dropout_rate", "attention_dropout_rate"), 0.0)
+
+
+def nemo(context: list[int] | None = None, **settings: Any) -> nn.Module:
+    """Make an encoder. context: of chunks that see frames after them, which is set once the encoder is made."""
     parts = ("modules", "parts", "parts.submodules", "parts.submodules.adapters", "parts.utils", "parts.mixins")
-    bare("nemo", "nemo.collections", "nemo.collections.asr", *(f"nemo.collections.asr.{each}" for each in parts))
+    bare("nemo", "nemo.collections", "nemo.collections.asr", *(f"nemo.collections.asr.{part}" for part in parts))
     bare("nemo.collections.asr.models", "nemo.collections.common", "nemo.collections.common.parts")
     core = ("classes.modelPT", "classes.mixins.hf_io_mixin", "config", "connectors", "utils.process_launcher")
-    absent("hydra", "lightning", "huggingface_hub", *(f"nemo.core.{each}" for each in core))
-    absent(*(f"nemo.utils.{each}" for each in ("lightning_logger_patch", "cloud", "data_utils", "export_utils")))
+    absent("hydra", "lightning", "huggingface_hub", *(f"nemo.core.{module}" for module in core))
+    absent(*(f"nemo.utils.{module}" for module in ("lightning_logger_patch", "cloud", "data_utils", "export_utils")))
     absent("nemo.collections.asr.models.configs")  # of which an encoder has one, and sets all that is in it
-    return small.nemo(**settings)
+    stock = importlib.import_module("nemo.collections.asr.modules.conformer_encoder")
+    sizes = {"feat_in": MEL, "n_layers": 2, "d_model": WIDTH, "n_heads": HEADS, "subsampling_factor": 1, "conv_kernel_size": 7}
+    dropout = dict.fromkeys(("dropout", "dropout_pre_encoder", "dropout_emb", "dropout_att"), 0.0)
+    style = {"att_context_style": "chunked_limited_with_rc"} if context else {}
+    encoder: Any = stock.ConformerEncoder(**{**sizes, **dropout, **style, **settings})
+    if context:
+        encoder.att_context_size = context
+    return encoder  # type: ignore[no-any-return]
 
 
-def speechbrain(**settings: Any) -> nn.Module:
+def nemo_arguments(length: int, lengths: list[int]) -> dict[str, Any]:
+    return {"audio_signal": torch.randn(len(lengths), MEL, length), "length": torch.tensor(lengths)}
+
+
+class OnlyEncoder(nn.Module):
+    """A ``TransformerASR`` of SpeechBrain that only encodes."""
+
+    model: Any
+
+    def __init__(self, model: nn.Module, chunks: Any) -> None:
+        super().__init__()
+        self.model, self.chunks = model, chunks
+
+    def forward(self, **given: Any) -> Any:
+        self.model.positional_encoding.emb_dtype = given["src"].dtype
+        return self.model.encode(**given, dynchunktrain_config=self.chunks)
+
+
+def speechbrain(chunks: tuple[int, int | None] | None = None, **settings: Any) -> nn.Module:
     models = "speechbrain.lobes.models"
     bare("speechbrain", "speechbrain.nnet", "speechbrain.lobes", models, f"{models}.transformer")
     bare("speechbrain.dataio", "speechbrain.utils", "speechbrain.decoders")
     absent("soundfile", "torchaudio", "hyperpyyaml")
-    return small.speechbrain(**settings)
+    stock = importlib.import_module("speechbrain.lobes.models.transformer.TransformerASR")
+    sizes = {"tgt_vocab": 11, "input_size": MEL, "d_model": WIDTH, "nhead": HEADS, "num_encoder_layers": 2, "d_ffn": 48}
+    kind = {"encoder_module": "conformer", "attention_type": "RelPosMHAXL", "kernel_size": 7, "normalize_before": True}
+    model = stock.TransformerASR(**{**sizes, **kind, "num_decoder_layers": 0, "dropout": 0.0, "causal": False, **settings})
+    return OnlyEncoder(model, chunks and stock.DynChunkTrainConfig(*chunks))
+
+
+def speechbrain_arguments(length: int, lengths: list[int]) -> dict[str, Any]:
+    return {"src": torch.randn(len(lengths), length, MEL), "wav_len": torch.tensor(lengths) / length}
+
+
+def espnet(**settings: Any) -> nn.Module:
+    stock = importlib.import_module("espnet2.asr.encoder.conformer_encoder")
+    kind = {"input_layer": "linear", "rel_pos_type": "latest", "macaron_style": True, "cnn_module_kernel": 7}
+    encoder: Any = stock.ConformerEncoder(**{**SIZES, **kind, **NO_DROPOUT, **settings})
+    if settings.get("rel_pos_type") == "legacy":  # whose encoder does not pass it to its layers
+        for layer in encoder.encoders:
+            layer.self_attn.zero_triu = settings["zero_triu"]
+    return encoder  # type: ignore[no-any-return]
+
+
+def espnet_arguments(length: int, lengths: list[int]) -> dict[str, Any]:
+    return {"xs_pad": torch.randn(len(lengths), length, MEL), "ilens": torch.tensor(lengths)}
 
 
 def cosyvoice(**settings: Any) -> nn.Module:
     absent("torchaudio", "scipy", "transformers")
-    return small.cosyvoice(**settings)
+    stock = importlib.import_module("cosyvoice.transformer.encoder")
+    kind = {"input_layer": "linear", "pos_enc_layer_type": "rel_pos_espnet", "selfattention_layer_type": "rel_selfattn"}
+    return stock.ConformerEncoder(**{**SIZES, **kind, **NO_DROPOUT, "cnn_module_kernel": 7, **settings})  # type: ignore[no-any-return]
 
 
-def x_transformers(**settings: Any) -> nn.Module:
-    layers: Any = small.x_transformers(**settings)
-    for each in layers.modules():
-        if type(each).__name__ == "Attend":
-            getattr(each.attn_fn, "keywords", {}).pop("dtype", None)  # a softmax in float32
+def cosyvoice_arguments(length: int, lengths: list[int]) -> dict[str, Any]:
+    return {"xs": torch.randn(len(lengths), length, MEL), "xs_lens": torch.tensor(lengths)}
+
+
+def x_transformers(causal: bool = False, **settings: Any) -> nn.Module:
+    stock = importlib.import_module("x_transformers")
+    kind = stock.Decoder if causal else stock.Encoder
+    layers: Any = kind(**{"dim": WIDTH, "depth": 2, "heads": HEADS, "attn_dim_head": 8, **settings})
+    for module in layers.modules():
+        if type(module).__name__ == "Attend":
+            getattr(module.attn_fn, "keywords", {}).pop("dtype", None)  # a softmax in float32
     if hasattr(layers.rel_pos, "mlp"):  # whose distances are float32
         layers.rel_pos.mlp[0].register_forward_pre_hook(lambda module, given: (given[0].to(module[0].weight.dtype),))
-    return cast(nn.Module, layers)
+    return layers  # type: ignore[no-any-return]
+
+
+def x_transformers_arguments(length: int, lengths: list[int]) -> dict[str, Any]:
+    return {"x": torch.randn(len(lengths), length, WIDTH), "mask": torch.arange(length) < torch.tensor(lengths)[:, None]}
 
 
 SOURCES: dict[str, tuple[str, str, str, Callable[..., nn.Module], Callable[[int, list[int]], dict[str, Any]]]] = {
-    "nemo": ("nemo", "nemo", "nemo_toolkit", nemo, small.of_nemo),
-    "speechbrain": ("speechbrain", "speechbrain", "speechbrain", speechbrain, small.of_speechbrain),
-    "espnet": ("espnet", "espnet2", "espnet", small.espnet, small.of_espnet),
-    "cosyvoice": ("espnet", "cosyvoice", "cosyvoice-minicpmo", cosyvoice, small.of_cosyvoice),
-    "x": ("x_transformers", "x_transformers", "x-transformers", x_transformers, small.of_x_transformers),
+    "nemo": ("nemo", "nemo", "nemo_toolkit", nemo, nemo_arguments),
+    "speechbrain": ("speechbrain", "speechbrain", "speechbrain", speechbrain, speechbrain_arguments),
+    "espnet": ("espnet", "espnet2", "espnet", espnet, espnet_arguments),
+    "cosyvoice": ("espnet", "cosyvoice", "cosyvoice-minicpmo", cosyvoice, cosyvoice_arguments),
+    "x": ("x_transformers", "x_transformers", "x-transformers", x_transformers, x_transformers_arguments),
 }
 """Library, package, distribution, how a model is built, and its arguments."""
 

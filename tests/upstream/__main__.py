@@ -12,36 +12,18 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 WEIGHTS = re.compile(r"output_attentions|test_retain_grad_hidden_states_attentions|test_attention_outputs")
 """In the name or the message of a test that asks for attention weights, which an enabled model does not have."""
+PYTEST = "-m pytest -q -rA --tb=no -p no:cacheprovider -o python_files=cases.py -o addopts= tests/upstream/cases.py"
 
 
 def outcomes(folder: Path, enabled: bool, arguments: list[str]) -> dict[str, tuple[str, str]]:
     """Run the tests; return each one's outcome and message."""
-    environment = {**os.environ, "UPSTREAM": str(folder.resolve()), "ENABLED": "1" if enabled else ""}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-rA",
-        "--tb=no",
-        "-p",
-        "no:cacheprovider",
-        "-o",
-        "python_files=cases.py",
-        "-o",
-        "addopts=",
-    ]
-    environment["COLUMNS"] = "300"
-    run = subprocess.run(
-        [*command, "tests/upstream/cases.py", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    found = {}
-    for line in run.stdout.splitlines():
-        if match := re.match(r"(PASSED|FAILED|ERROR|SKIPPED) \S*cases\.py::(\S+)(?: - (.*))?$", line):
-            found[match[2]] = (match[1], match[3] or "")
+    environment = {"UPSTREAM": str(folder.resolve()), "ENABLED": "1" if enabled else "", "COLUMNS": "300"}
+    command = [sys.executable, *PYTEST.split(), *arguments]
+    run = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
+    found = re.findall(r"^(PASSED|FAILED|ERROR|SKIPPED) \S*cases\.py::(\S+)(?: - (.*))?$", run.stdout, re.MULTILINE)
     if not found:
         raise SystemExit(run.stdout[-3000:] + run.stderr[-3000:])
-    return found
+    return {name: (status, message) for status, name, message in found}
 
 
 def main() -> int:
@@ -55,9 +37,9 @@ def main() -> int:
     print(f"{'family':<24} {'pass stock':>10} {'pass enabled':>12} {'fail stock':>10}   of those that pass stock, enabled fail")
     wrong = 0
     for family in sorted({name.split("::")[0] for name in stock}):
-        of_stock = {name: each for name, each in stock.items() if name.startswith(f"{family}::")}
-        passed = [name for name, (status, _) in of_stock.items() if status == "PASSED"]
-        failed = [name.split("::")[1] for name, (status, _) in of_stock.items() if status in ("FAILED", "ERROR")]
+        statuses = {name: status for name, (status, _) in stock.items() if name.startswith(f"{family}::")}
+        passed = [name for name, status in statuses.items() if status == "PASSED"]
+        failed = [name.split("::")[1] for name, status in statuses.items() if status in ("FAILED", "ERROR")]
         differ = {name: ours.get(name, ("missing", ""))[1] for name in passed if ours.get(name, ("", ""))[0] != "PASSED"}
         others = {name.split("::")[1]: why for name, why in differ.items() if not WEIGHTS.search(name + why)}
         wrong += len(others)
@@ -66,7 +48,7 @@ def main() -> int:
             f"{len(differ) - len(others)} ask for weights" + "".join(f"\n    {name}: {why}" for name, why in others.items())
         )
         if failed:
-            print(f"    fails stock, too, as made here: {', '.join(failed)}")
+            print(f"    also fail with the stock model: {', '.join(failed)}")
     return 1 if wrong else 0
 
 

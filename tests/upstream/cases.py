@@ -1,28 +1,104 @@
 """The common tests for every family of models, with every model enabled before it is called first if ENABLED is set.
 
-Collected by :mod:`tests.upstream` alone, which names the folder of transformers in UPSTREAM.
+Collected by :mod:`tests.upstream` alone, which names the folder of transformers in UPSTREAM. The small models are those of
+``bench.families``, or, where these are a part alone (an encoder, a layer, an attention), whole ones.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import sys
 import types
 import unittest
 import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from tests.upstream.subjects import LAYERS, SUBJECTS, Subject
+from bench.families import EVERY, FAMILIES
+from tests.cpu.whole_models import VISION, images
 from triton_relattn.integrations.transformers import enable
 
 FOLDER = Path(os.environ["UPSTREAM"])
-BATCH, LENGTH = 3, 14
+BATCH, LENGTH, LAYERS = 3, 14, 2
+Inputs = Callable[[Any], dict[str, torch.Tensor]]
+"""The inputs of a model by its config."""
+
+
+class Subject(NamedTuple):
+    """A model by the names of its class and its config, whose sizes are small."""
+
+    name: str
+    folder: str
+    model: str
+    config: str
+    small: dict[str, Any]
+    inputs: Inputs
+    implementation: str = "eager"
+
+    def find(self, kind: str, name: str) -> Any:
+        """Return a class of the family's module of that kind, or None."""
+        return getattr(importlib.import_module(f"transformers.models.{self.folder}.{kind}_{self.folder}"), name, None)
+
+    def make_config(self) -> Any:
+        config = self.find("configuration", self.config)(**self.small)
+        config._attn_implementation = self.implementation
+        return config
+
+
+def audio(config: Any) -> dict[str, torch.Tensor]:
+    """Return the samples that give LENGTH frames."""
+    return {"input_values": torch.randn(BATCH, 10 * LENGTH + 15)}
+
+
+def tokens(config: Any) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.randint(1, 50, (BATCH, LENGTH)), "attention_mask": torch.ones(BATCH, LENGTH, dtype=torch.long)}
+
+
+CONVOLUTIONS: dict[str, Any] = {"conv_dim": (8, 8), "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_feat_extract_layers": 2}
+WHOLE: dict[str, tuple[str, Inputs, dict[str, Any]]] = {
+    "wav2vec2_conformer": ("Wav2Vec2Conformer", audio, CONVOLUTIONS),
+    "wavlm": ("WavLM", audio, CONVOLUTIONS),
+    "wavlm_stable": ("WavLM", audio, {**CONVOLUTIONS, "do_stable_layer_norm": True, "feat_extract_norm": "layer"}),
+    "sew_d": ("SEWD", audio, {**CONVOLUTIONS, "squeeze_factor": 1}),
+    "fastspeech2_conformer": (
+        "FastSpeech2Conformer",
+        tokens,
+        {"decoder_layers": 1, "decoder_num_attention_heads": 4, "decoder_linear_units": 48, "vocab_size": 50}
+        | {"num_mel_bins": 8, "speech_decoder_postnet_units": 16},
+    ),
+    "vits": ("Vits", tokens, {"flow_size": 16, "spectrogram_bins": 9, "vocab_size": 50, "upsample_initial_channel": 16}),
+}
+"""Whole models, by the beginning of the names of their classes, and settings beside those of the family's small part."""
+
+
+def subjects() -> Iterator[Subject]:
+    """Yield a model of every family."""
+    for name, (classes, inputs, others) in WHOLE.items():
+        family = FAMILIES[name]
+        small = {**family.small, **dict.fromkeys(family.layers, LAYERS), **others}
+        yield Subject(name, family.folder, f"{classes}Model", f"{classes}Config", small, inputs)
+    for name, vision in VISION.items():
+        pictures = functools.partial(images, name, BATCH, torch.float32)
+        yield Subject(name, name, vision.model, vision.config, vision.sizes, lambda _, make=pictures: make())  # type: ignore[misc]
+    for family in EVERY:
+        if family.name in WHOLE or family.name in VISION:
+            continue
+        small = {**family.small, **dict.fromkeys(family.layers, LAYERS)}
+
+        def inputs(config: Any, family: Any = family) -> Any:
+            return family.inputs(config, LENGTH, torch.full((BATCH,), LENGTH))
+
+        subject = Subject(family.name, family.folder, family.model, family.config, small, inputs, family.stock[0])
+        model = subject.find("modeling", family.model)
+        if model is not None and issubclass(model, PreTrainedModel):
+            yield subject
 
 
 def common_tests() -> Any:
@@ -55,21 +131,21 @@ class Tester:
         self.encoder_seq_length = self.key_length = LENGTH
 
     def get_config(self) -> Any:
-        return self.subject.get_config()
+        return self.subject.make_config()
 
     def prepare_config_and_inputs_for_common(self) -> tuple[Any, dict[str, torch.Tensor]]:
         config = self.get_config()
         torch.manual_seed(0)
-        return config, self.subject.make_inputs(config, BATCH, LENGTH)
+        return config, self.subject.inputs(config)
 
 
 def enable_when_called() -> None:
     """Let every model be enabled when it, or a model that contains it, is called first."""
-    call, met = nn.Module.__call__, weakref.WeakSet[nn.Module]()
+    call, called = nn.Module.__call__, weakref.WeakSet[nn.Module]()
 
     def enabled_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self, PreTrainedModel) and self not in met:
-            met.update(each for each in self.modules() if isinstance(each, PreTrainedModel))
+        if isinstance(self, PreTrainedModel) and self not in called:
+            called.update(module for module in self.modules() if isinstance(module, PreTrainedModel))
             try:
                 enable(self)
             except ValueError as error:
@@ -80,24 +156,15 @@ def enable_when_called() -> None:
     nn.Module.__call__ = enabled_call  # type: ignore[method-assign]
 
 
-def make(subject: Subject, common: Any) -> type:
-    """A class of tests."""
-
-    def setUp(self: Any) -> None:
-        self.model_tester = Tester(subject)
-
-    attributes = {
-        "setUp": setUp,
-        "all_model_classes": (subject.get_model_class(),),
-        "is_encoder_decoder": subject.is_encoder_decoder,
-        "test_resize_embeddings": "vocab_size" in subject.small,
-    }
-    return type(f"Test_{subject.name}", (common.ModelTesterMixin, unittest.TestCase), attributes)
-
-
 if os.environ.get("ENABLED"):
     enable_when_called()
 COMMON = common_tests()
-for each in SUBJECTS:
-    tests = make(each, COMMON)
+for subject in subjects():
+    attributes = {
+        "setUp": lambda self, subject=subject: setattr(self, "model_tester", Tester(subject)),
+        "all_model_classes": (subject.find("modeling", subject.model),),
+        "is_encoder_decoder": "num_decoder_layers" in subject.small,
+        "test_resize_embeddings": "vocab_size" in subject.small,
+    }
+    tests = type(f"Test_{subject.name}", (COMMON.ModelTesterMixin, unittest.TestCase), attributes)
     globals()[tests.__name__] = tests

@@ -14,7 +14,9 @@ NAMES = {
         "proof": "triton_relattn.enable compares each module itself, and its report has the differences",
         "small": "its models were only there for proofs",
     },
-    "triton_relattn.integrations.structure": {"replacement_of": "made returns the class for a kind, a stock class and a reading"},
+    "triton_relattn.integrations.structure": {
+        "replacement_of": "enabled_class returns the class for a kind, a stock class and a layout"
+    },
     "triton_relattn.integrations.transformers": {"small": "its models were only there for proofs"},
     "triton_relattn.merging": {
         "Pair": "merge_attention takes out1, lse1, out2, lse2",

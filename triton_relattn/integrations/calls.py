@@ -3,14 +3,13 @@
 Compared are the first call of each kind (arguments given, dtypes, mode, the power of two that lengths are below), then the
 second, the fourth, the eighth, and the first ones after an attribute or a buffer of the module was changed. All that is compared
 runs on copies of the arguments and on shadows of the module, without gradients and without dropout of attention weights, before
-the call itself. In that ours computes, as in every other one. If they differ the module gets its stock class back for good.
+the call itself. If they differ the module gets its stock class back for good, and that call is the stock forward's.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections import Counter
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,8 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from .compact import Compact, dense_of, has_dense
-from .comparison import SCRIPTED_LIMIT, Dropout, are_shares, first_line, is_scripted, promoted, random_state_kept, values
+from .comparison import SCRIPTED_LIMIT, dropped_otherwise, first_line, is_scripted, run, values
+from .isolation import random_state_restored
 from .shadow import shadow
 
 if TYPE_CHECKING:
@@ -97,33 +97,25 @@ def is_graph() -> bool:
     return bool(torch.jit.is_tracing() or torch.onnx.is_in_onnx_export())
 
 
-def agrees(of: Replacement, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pairs: int) -> bool:
-    """Compare a call, if it is to be; return whether ours is to compute it. If not, the module has its stock class again.
+def agrees(replacement: Replacement, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pairs: int) -> bool:
+    """Compare a call, if it is due; return whether ours is to compute it. If not, the record of the module's calls says why.
 
     pairs: the number of scores.
     """
-    calls = calls_of(module)
-    if not calls.is_checked or not calls.is_due(_kind_of_call(module, args, kwargs), module):
+    record = calls_of(module)
+    if not record.is_checked or not record.is_due(_kind_of_call(module, args, kwargs), module):
         return True
     reason = _why_not(module, args, kwargs, pairs)
     if not reason:
         try:
-            calls.differs = _difference(of, module, args, kwargs)
+            record.differs = _difference(replacement, module, args, kwargs)
         except Exception as error:  # what a stock forward raises
             reason = f"{type(error).__name__}: {first_line(error)}"
     if reason:
-        calls.not_compared[reason] += 1
-        return True
-    calls.compared += 1
-    if not calls.differs:
-        return True
-    of.restore(module)
-    warnings.warn(
-        f"triton_relattn: {of.stock.__qualname__} differs from the stock forward in this call and uses its stock class again: "
-        f"{calls.differs}. Results of earlier calls like this one may also be wrong",
-        stacklevel=4,
-    )
-    return False
+        record.not_compared[reason] += 1
+    else:
+        record.compared += 1
+    return not record.differs
 
 
 def _kind_of_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -159,61 +151,59 @@ def _why_not(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pairs: 
     return ""
 
 
-def _difference(of: Replacement, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def _difference(replacement: Replacement, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Return how the results of a call differ; nothing if they agree."""
-    dtype = next((each.dtype for each in (*args, *kwargs.values()) if _is_floating(each)), torch.float32)
+    floating = (each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor) and each.is_floating_point())
+    dtype = next((each.dtype for each in floating), torch.float32)
     wider = torch.float32 if dtype.itemsize < 4 else torch.float64
-    devices = tuple({each.device for each in module.parameters() if each.is_cuda})
+    devices = tuple({weight.device for weight in module.parameters() if weight.is_cuda})
+    arguments = replacement.bind(args, kwargs)
 
-    dropped: dict[bool, set[float]] = {}
-
-    def run(is_ours: bool, exact: torch.dtype | None = None) -> Any:
+    def run_copy(is_ours: bool, exact: torch.dtype | None = None) -> tuple[Any, set[float]]:
         model = shadow(module, lambda tensor: _duplicate(tensor, exact))
-        named = of.named(args, kwargs)
+        replacement.ours.without_dropout(model)
         # What layers pass on in a small form is as exact as in its dense one, which the stock forward has in each run.
-        given = {name: each if is_ours and has_dense(each) else _copied(dense_of(each), exact) for name, each in named.items()}
-        mode = promoted() if exact == torch.float64 else nullcontext()
+        given = {
+            name: each if is_ours and has_dense(each) else _copied(dense_of(each), exact) for name, each in arguments.items()
+        }
         autocast = torch.autocast("cuda" if devices else "cpu", enabled=False) if exact else nullcontext()
-        of.without_dropout(model)
-        with random_state_kept(devices), Dropout(lambda each: each.dim() >= 3 and are_shares(each)) as dropout, mode, autocast:
-            found = of.results(of.by_ours(model, given) if is_ours else of.by_stock(model, (), given))
-        dropped[is_ours] = set(dropout.noted)
-        return found
+        with random_state_restored(devices), autocast:
+            return run(replacement, model, given, is_ours, exact)
 
     with torch.no_grad():  # also of what is passed on, whose dense form may be made below
-        stock = run(False)
+        stock, dropped = run_copy(False)
         try:
-            ours = run(True)
+            ours, our_dropped = run_copy(True)
         except Exception as error:  # as where a version of a library has other names
             return f"ours raises {type(error).__name__}: {first_line(error)}"
-        if dropped[True] != dropped[False]:
-            return f"it drops weights with p = {dropped[False] or 0}, ours with p = {dropped[True] or 0}"
+        if text := dropped_otherwise(dropped, our_dropped):
+            return text
         try:
-            exact = run(False, wider)  # also of float64: the stock forward may cast to float32
+            exact, _ = run_copy(False, wider)  # also of float64: the stock forward may cast to float32
         except Exception:  # a function bound to the module itself has its dtype
             exact = stock
-        outputs = [[dense_of(each) for each in values(found)] for found in (stock, ours, exact)]
-    seen = of.counted(of.named(args, kwargs))
+        outputs = [[dense_of(each) for each in values(returned)] for returned in (stock, ours, exact)]
+    counts = replacement.counted(arguments)
     for number, (one, other, third) in enumerate(zip(*outputs, strict=True), 1):
         if not isinstance(other, torch.Tensor) or not isinstance(one, torch.Tensor):
             continue  # attention weights, which ours does not compute
         if other.shape != one.shape:
             return f"output {number} has the shape {tuple(other.shape)}, stock {tuple(one.shape)}"
-        by_stock, by_ours, size = _errors(one, other, third, seen if number == 1 else None)
-        least = SCRIPTED_LIMIT if is_scripted(of.stock) else LEAST.get(one.dtype, 2.0**-16)
-        allowed = max(FACTOR * by_stock, least * size)
-        if not by_ours <= allowed:
-            said = f"its output differs by {by_ours / (size or 1.0):.1e} of the largest number there"
-            return f"{said}, {allowed / (size or 1.0):.0e} is allowed"
+        stock_error, our_error, size = _errors(one, other, third, counts if number == 1 else None)
+        least = SCRIPTED_LIMIT if is_scripted(replacement.stock) else LEAST.get(one.dtype, 2.0**-16)
+        allowed = max(FACTOR * stock_error, least * size)
+        if not our_error <= allowed:
+            text = f"its output differs by {our_error / (size or 1.0):.1e} of the largest number there"
+            return f"{text}, {allowed / (size or 1.0):.0e} is allowed"
     return ""
 
 
 def _errors(
-    stock: torch.Tensor, ours: torch.Tensor, exact: torch.Tensor, seen: torch.Tensor | None
+    stock: torch.Tensor, ours: torch.Tensor, exact: torch.Tensor, counts: torch.Tensor | None
 ) -> tuple[float, float, float]:
     """Return the largest errors of both, and the largest number, where the exact result is finite."""
     exact = exact.double()
-    counts = exact.isfinite() if seen is None else exact.isfinite() & seen
+    counts = exact.isfinite() if counts is None else exact.isfinite() & counts
     errors = [((each.double() - exact).abs().where(counts, 0.0)).max().item() for each in (stock, ours)]
     return errors[0] if math.isfinite(errors[0]) else 0.0, errors[1], exact.abs().where(counts, 0.0).max().item()
 
@@ -230,7 +220,3 @@ def _duplicate(tensor: torch.Tensor, exact: torch.dtype | None) -> torch.Tensor:
     is_floating = tensor.is_floating_point()
     found = tensor.detach().to(tensor.dtype if exact is None or not is_floating else exact, copy=True)
     return nn.Parameter(found, is_floating) if isinstance(tensor, nn.Parameter) else found
-
-
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()

@@ -10,41 +10,32 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ..functional import fused_relative_attention as operator
-from ..grids import decomposed_relative_attention as grid_operator
-from .compact import Compact, dense_of, is_small
-from .comparison import weights_dropout
-from .replacement import ATTRIBUTE, HARMLESS, NAMES, Replacement, Sample, set_attribute
+from .comparison import Sample
+from .replacement import ATTRIBUTE, HARMLESS, NAMES, Replacement, set_attribute
 
 MASKS = ("attention_mask", "mask", "attn_mask")
 BATCH, LENGTHS = 2, (7, 19)
 """Sequences of a comparison, and their lengths; the last one is ``longest`` of the class."""
 SHORT = 64
 """Up to this length there are two sequences, with and without padding, and further modules of a class are also compared."""
-
-
-def fused_relative_attention(*args: Any, dropout_p: float = 0.0, window_size: tuple[int, int] = (-1, -1), **given: Any) -> Any:
-    """Call the operator; while forwards are compared, which needs the same numbers from both, without dropout. What a stock class
-    shows is meant."""
-    return operator(*args, dropout_p=weights_dropout(dropout_p), window_size=window_size, **given)
-
-
-def decomposed_relative_attention(*args: Any, dropout_p: float = 0.0, **given: Any) -> Any:
-    """Call the operator for grids, as above."""
-    return grid_operator(*args, dropout_p=weights_dropout(dropout_p), **given)
+FEWEST = 1 << 19
+"""Scores of a call on a CPU from which on ours is no slower than the stock forward, which gets all smaller calls. Measured with
+the packages of docs/enable.md, 1 and 8 sequences of 32 to 512 positions: below it was faster, by up to a factor of two."""
 
 
 class InPlace:
     """Mixin: in place of the class that is the last base. ``forward`` of the subclass is ours. It gets each argument by our name
     for it, and the small forms of what other layers pass on.
 
-    Arguments by position count as the stock class counts them. What our forward has no parameter for makes a call the stock
-    forward's, unless it is None or in ``HARMLESS``.
+    A call with an argument that our forward has no parameter for is the stock forward's, unless it has its default or is in
+    ``HARMLESS``. forward, ``serves`` and ``pairs`` get only the arguments that they name, or all if they have ``**kwargs``.
     """
 
     passes_on = False
     """Whether it only makes positions, or a bias, for attention."""
-    fewest = Replacement.fewest
+    lacks_weights = True
+    """Whether ours returns None where the stock forward returns attention weights."""
+    fewest = FEWEST
     small: tuple[str, ...] = ()
     """Arguments that ours takes in their small forms alone: of others the call is the stock forward's."""
     constants: tuple[str, ...] = ()
@@ -93,10 +84,6 @@ class InPlace:
         """Return what is compared of what a forward returns."""
         return returned
 
-    def are_weights(self: Any, shape: torch.Size, pairs: tuple[int, int]) -> bool:
-        """Return whether a tensor of this shape has a number for each pair of a query and a key."""
-        return len(shape) >= 3 and tuple(shape[-2:]) == pairs
-
     def keys_of_a_query(self: Any, keys: int) -> int:
         """Return how many keys' scores the stock forward computes for a query: all but in windows and blocks."""
         return keys
@@ -122,17 +109,33 @@ class InPlace:
     def without_dropout(self: Any) -> None:
         """Switch dropout of a shadow off where it is neither torch's function nor its module."""
 
+    def samples(self: Any, is_light: bool) -> Iterator[Sample]:
+        """Yield arguments for a comparison. is_light: another module of the class was compared."""
+        for length in sorted({*LENGTHS, self.longest}):
+            if is_light and length > SHORT:
+                return
+            is_short = length <= SHORT
+            for name in ("without a mask", "with padding") if is_short else ("with padding",):
+                batch = BATCH if is_short else 1
+                given = self.example(batch, length, padded(batch, length) if name == "with padding" else None)
+                count = self.positions_of(given)
+                yield Sample(f"{count} positions, {name}", given, (count, count))
+
+    def at_length(self, length: int, parent: Any) -> dict[str, Any]:
+        """Return arguments of the stock forward for one sequence, to count memory. parent: the module around this one."""
+        return self.example(1, length, None)
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         stock: Any = cls.__bases__[-1]
         if issubclass(stock, nn.Module) and not issubclass(stock, InPlace):  # else it is derived from ours, as parametrize does
-            of = ByClass(cls, stock)
+            replacement = _replacement(cls, stock)
 
             @functools.wraps(stock.forward)
             def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-                return of.forward(self, args, kwargs)
+                return replacement.forward(self, args, kwargs)
 
             cls.forward = forward  # type: ignore[attr-defined]
-            setattr(cls, ATTRIBUTE, of)
+            setattr(cls, ATTRIBUTE, replacement)
         # Last, because layers of transformers wrap the forward that a class has by now, and look in calls for the stock names.
         super().__init_subclass__(**kwargs)
 
@@ -140,113 +143,25 @@ class InPlace:
         set_attribute(getattr(type(self), ATTRIBUTE).stock, self, name, value)
 
 
-class ByClass(Replacement):
-    """A class of a library, and ours in place of it."""
-
-    lacks_weights = True
-
-    def __init__(self, ours: type[InPlace], stock: type[nn.Module]) -> None:
-        signature = inspect.signature(stock.forward)
-        self.ours, self.stock, self.function = ours, stock, ours.forward  # type: ignore[attr-defined]
-        own = inspect.signature(self.function).parameters
-        self.taken = frozenset(name for name, each in own.items() if each.kind is not each.VAR_KEYWORD)
-        self.takes_more = len(self.taken) < len(own)
-        self.needed = [name for name, each in list(own.items())[1:] if each.default is each.empty and name in self.taken]
-        self.renamed = {theirs: name for name in self.taken for theirs in NAMES.get(name, ())}
-        by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        self.positional = tuple(name for name, each in signature.parameters.items() if each.kind in by_position)[1:]
-        self.stock_names = {self.renamed.get(each, each): each for each in signature.parameters}
-        ignores = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
-        self.harmless = frozenset(HARMLESS if ignores else HARMLESS.keys() & signature.parameters.keys())
-        self.mask = next((each for each in signature.parameters if each in MASKS), "")
-        self.constants = {self.mask, *ours.constants}
-
-    @property
-    def fewest(self) -> int:  # type: ignore[override]
-        return self.ours.fewest
-
-    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        if len(args) > len(self.positional):
-            return None
-        found: dict[str, Any] = {}
-        for called, value in self.named(args, kwargs).items():
-            name = self.renamed.get(called, called)
-            if value is None and (name in found or name not in self.taken):
-                continue
-            if name not in self.taken and (name not in self.harmless or (name == "output_attentions" and value)):
-                return None
-            if name in self.taken or self.takes_more:
-                found[name] = value
-        return None if any(name not in found for name in self.needed) else found
-
-    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        return {**dict(zip(self.positional, args, strict=False)), **kwargs}
-
-    def is_served(self, module: Any, given: dict[str, Any]) -> bool:
-        if given.get("output_attentions") or (given.get("is_causal") and getattr(module, "is_causal", None) is False):
-            return False
-        if any(has_hooks(each) for each in module._modules.values() if "Dropout" in type(each).__name__):
-            return False  # they may change the attention weights, which ours does not compute
-        mask = given.get(self.mask)
-        if isinstance(mask, torch.Tensor) and mask.requires_grad:  # the operator gives a mask no gradient
-            return False
-        if any(isinstance(each, Compact) and each.is_written for each in given.values()):
-            return False
-        return all(is_small(given.get(name)) for name in module.small) and bool(module.serves(**given))
-
-    def run(self, module: Any, given: dict[str, Any]) -> Any:
-        small = {name: each.small if isinstance(each, Compact) else each for name, each in given.items()}
-        result = self.function(module, **small)
-        passed = {id(small[name]): each for name, each in given.items() if isinstance(each, Compact) and not each.is_none}
-        if type(result) is tuple:  # what is passed on as it came knows its dense form
-            result = tuple(passed.get(id(each), each) for each in result)
-        return module.passed_on(result, given)
-
-    def pairs(self, module: Any, given: dict[str, Any]) -> int:
-        return int(module.pairs(**given))
-
-    def results(self, returned: Any) -> Any:
-        return self.ours.results(super().results(returned))
-
-    def prepare(self, module: Any) -> None:
-        module.__class__ = self.ours
-        module.prepare()
-        module.without_dropout()
-
-    def are_weights(self, module: Any, shape: torch.Size, pairs: tuple[int, int]) -> bool:
-        return bool(module.are_weights(shape, pairs))
-
-    def without_dropout(self, module: Any) -> None:
-        module.without_dropout()
-
-    def at_length(self, module: Any, length: int, parent: Any) -> dict[str, Any]:
-        return module.example(1, length, None)  # type: ignore[no-any-return]
-
-    def counted(self, given: dict[str, Any]) -> torch.Tensor | None:
-        mask = dense_of(given.get(self.mask))
-        found = self.ours.counted(mask) if isinstance(mask, torch.Tensor) else None
-        return None if found is None else found[:, : self.ours.positions_of(given)]  # blocks may be longer
-
-    def samples(self, module: Any, is_light: bool = False) -> Iterator[Sample]:
-        for length in sorted({*LENGTHS, module.longest}):
-            if is_light and length > SHORT:
-                return
-            batch = BATCH if length <= SHORT else 1
-            masks = (("without a mask", None), ("with padding", padded(batch, length)))
-            for name, real in masks if length <= SHORT else masks[1:]:
-                given = module.example(batch, length, real)
-                count = module.positions_of(given)
-                yield Sample(f"{count} positions, {name}", given, (count, count), self.counted(given))
+def _replacement(ours: Any, stock: Any) -> Replacement:
+    """Return a class in place of a stock class, whose arguments have the same names but for those in NAMES."""
+    own = [each.name for each in inspect.signature(ours.forward).parameters.values() if each.kind is not each.VAR_KEYWORD][1:]
+    parameters = inspect.signature(stock.forward).parameters
+    names = {theirs: name for name in own for theirs in NAMES.get(name, (name,))}
+    ignores_more = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return Replacement(
+        stock,
+        ours,
+        ours.forward,
+        names,
+        harmless=(HARMLESS.keys() if ignores_more else HARMLESS.keys() & parameters.keys()) - names.keys(),
+        mask=next((each for each in parameters if each in MASKS), ""),
+    )
 
 
 def padded(batch: int, length: int) -> torch.Tensor:
     """Which positions of sequences are real (B, N), bool: at least half of each one's, and one."""
     return torch.arange(length) < torch.randint(max(length // 2, 1), length + 1, (batch,))[:, None]
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Return whether something sees, or changes, what a module takes or returns."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "h", "heads")

@@ -1,4 +1,4 @@
-"""Classes in place of stock classes: which calls of them ours computes, and how a model's modules get them and lose them."""
+"""Classes in place of stock classes: which calls ours computes, and how a model's modules get their new class and lose it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import importlib
 import importlib.metadata
 import inspect
 import re
+import types
+import warnings
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,7 +18,8 @@ from torch import nn
 
 from . import calls
 from .calls import CALLS, Calls
-from .compact import dense_of
+from .compact import Compact, dense_of, is_small
+from .comparison import Sample
 
 ATTRIBUTE = "_triton_relattn"
 """What the class in place of a stock class has, and no other: a :class:`Replacement`."""
@@ -41,105 +44,110 @@ sliding_window.
 """
 
 
-class Sample(NamedTuple):
-    """Arguments of a forward, to compare two with.
-
-    name: for messages. given: by the stock forward's names. pairs: how many queries and keys there are. counts: positions of the
-    output that are compared, as bool, with as many dimensions as the output; None: all.
-    """
-
-    name: str
-    given: dict[str, Any]
-    pairs: tuple[int, int]
-    counts: torch.Tensor | None = None
-
-
 class Replacement:
-    """A forward in place of a stock class's, for the calls that it serves. All others are the stock forward's: with arguments
-    that ours has not, what is traced or exported, and on a CPU so few scores that the stock forward is faster.
+    """Ours in place of a stock class's forward, for the calls that ours serves.
 
-    stock: the class. constants: arguments that have no gradient, as masks.
+    All other calls are the stock forward's: those with an argument that ours does not know, what is traced or exported, and on a
+    CPU so few scores that the stock forward is faster.
+
+    stock: the class. ours: a class derived from InPlace, or a kind of structure/. What both have is called with the module first:
+    serves, pairs, passed_on, prepare, ... forward: ours. names: our names for the stock forward's arguments. harmless: arguments
+    that have no effect on the result. mask: the stock forward's name for the mask. constants: arguments without a gradient.
     """
 
-    stock: type[nn.Module]
-    constants: Collection[str] = ()
-    lacks_weights = False
-    """Whether ours may return None where the stock forward returns attention weights."""
-    fewest = 1 << 19
-    """Scores of a call on a CPU from which on ours is no slower than the stock forward, which keeps all smaller calls. Measured
-    with the packages of docs/enable.md, 1 and 8 sequences of 32 to 512 positions: below it was faster, by up to a factor of two.
-    """
+    def __init__(
+        self,
+        stock: type[nn.Module],
+        ours: Any,
+        forward: Callable[..., Any],
+        names: Mapping[str, str],
+        *,
+        harmless: Collection[str] = (),
+        mask: str = "",
+    ) -> None:
+        parameters = list(inspect.signature(stock.forward).parameters.values())[1:]
+        self.stock, self.ours, self.function, self.names = stock, ours, forward, dict(names)
+        self.harmless, self.mask, self.constants = frozenset(harmless), mask, frozenset((mask, *ours.constants))
+        self.positional = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+        self.defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
+        known = set(names.values())
+        needed = {names[each.name] for each in parameters if each.name in names and each.name not in self.defaults}
+        signature = inspect.signature(forward).parameters.values()
+        self.required = needed | {each.name for each in signature if each.default is each.empty and each.name in known}
+        self.forward_takes, self.serves_takes, self.pairs_takes = (
+            _parameters(each) for each in (forward, ours.serves, ours.pairs)
+        )
 
-    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the arguments of a call by the names that ours has for them; None if it has none for one of them."""
-        raise NotImplementedError
-
-    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call by the stock forward's names."""
-        raise NotImplementedError
+        return {**dict(zip(self.positional, args, strict=False)), **kwargs}
+
+    def translate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the arguments of a call by our names; None if ours does not know one of them, or lacks one."""
+        if len(args) > len(self.positional):
+            return None
+        given: dict[str, Any] = {}
+        harmless: dict[str, Any] = {}
+        for name, value in self.bind(args, kwargs).items():
+            if name in self.names:
+                if value is not None or self.names[name] not in given:  # versions of a library have several names for one
+                    given[self.names[name]] = value
+            elif name in self.harmless:
+                harmless[name] = value
+            elif value is not self.defaults.get(name):
+                return None
+        return {**given, **harmless} if all(name in given for name in self.required) else None
 
     def is_served(self, module: Any, given: dict[str, Any]) -> bool:
         """Return whether ours computes a call."""
-        raise NotImplementedError
-
-    def pairs(self, module: Any, given: dict[str, Any]) -> int:
-        """Return the number of scores of a call."""
-        raise NotImplementedError
-
-    def is_on_gpu(self, given: dict[str, Any]) -> bool:
-        """Return whether a call is not the CPU's."""
-        return next((each.device.type != "cpu" for each in given.values() if isinstance(each, torch.Tensor)), False)
+        if given.get("output_attentions") or (given.get("is_causal") and getattr(module, "is_causal", None) is False):
+            return False
+        for child in module._modules.values():  # hooks may change the attention weights, which ours does not compute
+            if "Dropout" in type(child).__name__ and (child._forward_hooks or child._forward_pre_hooks):
+                return False
+        mask = given.get(self.names.get(self.mask, self.mask))
+        if isinstance(mask, torch.Tensor) and mask.requires_grad:  # the operator gives a mask no gradient
+            return False
+        if any(isinstance(each, Compact) and each.is_written for each in given.values()):
+            return False
+        return all(is_small(given.get(name)) for name in self.ours.small) and bool(
+            self.ours.serves(module, **_taken(given, self.serves_takes))
+        )
 
     def run(self, module: Any, given: dict[str, Any]) -> Any:
         """Compute what the stock forward returns."""
-        raise NotImplementedError
-
-    def samples(self, module: Any, is_light: bool = False) -> Iterator[Sample]:
-        """Yield arguments for the comparison of a module, the smallest first. is_light: another one of its class was compared."""
-        raise NotImplementedError
-
-    def at_length(self, module: Any, length: int, parent: Any) -> dict[str, Any]:
-        """Return arguments of the stock forward for one sequence, without values. parent: the module around this one."""
-        raise NotImplementedError
-
-    def prepare(self, module: Any) -> None:
-        """Change a shadow for the comparison: what the module has kept of earlier calls."""
-
-    def are_weights(self, module: Any, shape: torch.Size, pairs: tuple[int, int]) -> bool:
-        """Return whether a tensor of this shape has a number for each pair of a query and a key."""
-        return len(shape) >= 3 and tuple(shape[-2:]) == pairs
-
-    def without_dropout(self, module: Any) -> None:
-        """Switch dropout of a shadow off where it is neither torch's function nor its module."""
-
-    def results(self, returned: Any) -> Any:
-        """Return what is compared of what a forward returns."""
-        return dense_of(returned)
-
-    def counted(self, given: dict[str, Any]) -> torch.Tensor | None:
-        """Return which positions of the output see a key, with as many dimensions as the output; None: all, or not known.
-
-        given: by the stock forward's names.
-        """
-        raise NotImplementedError
+        small = {name: each.small if isinstance(each, Compact) else each for name, each in given.items()}
+        result = self.function(module, **_taken(small, self.forward_takes))
+        if type(result) is tuple:  # what is passed on as it came knows its dense form
+            passed = {id(small[name]): each for name, each in given.items() if isinstance(each, Compact) and not each.is_none}
+            result = tuple(passed.get(id(each), each) for each in result)
+        return self.ours.passed_on(module, result, given)
 
     def forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute a call by ours or by the stock forward."""
         if calls.is_graph():
             return self.by_stock(module, args, kwargs)
-        given = self.given(args, kwargs)
+        given = self.translate(args, kwargs)
         if torch.compiler.is_compiling():
-            if given is not None and self.is_served(module, given):
-                return self.run(module, given)
-            return self.by_stock(module, args, kwargs)
+            is_ours = given is not None and self.is_served(module, given)
+            return self.run(module, given) if is_ours else self.by_stock(module, args, kwargs)  # type: ignore[arg-type]
         found = calls.calls_of(module)
         found.inside += 1
         try:
             if given is not None:
-                pairs = self.pairs(module, given)
-                if (pairs >= self.fewest or self.is_on_gpu(given)) and self.is_served(module, given):
+                pairs = int(self.ours.pairs(module, **_taken(given, self.pairs_takes)))
+                is_large = pairs >= self.ours.fewest or any(
+                    isinstance(each, torch.Tensor) and each.device.type != "cpu" for each in given.values()
+                )
+                if is_large and self.is_served(module, given):
                     if calls.agrees(self, module, args, kwargs, pairs):
                         return self.run(module, given)
+                    restore(module)
+                    warnings.warn(
+                        f"triton_relattn: {self.stock.__qualname__} differs from the stock forward in this call and uses its "
+                        f"stock class again: {found.differs}. Results of earlier calls like this one may also be wrong",
+                        stacklevel=3,
+                    )
             return self.by_stock(module, args, kwargs)
         finally:
             found.inside -= 1
@@ -154,18 +162,43 @@ class Replacement:
         Raises:
             NotImplementedError: it is not one that ours serves.
         """
-        given = self.given((), kwargs)
+        given = self.translate((), kwargs)
         if given is None or not self.is_served(module, given):
             raise NotImplementedError("a call with these arguments is the stock forward's")
         return self.run(module, given)
 
-    def restore(self, module: nn.Module) -> None:
-        """Give a module its stock class back; also what passes small masks on to it, since those are for ours alone."""
-        for each in getattr(vars(module).get(CALLS), "around", ()):
-            if (encoder := each()) is not None:
-                restore(encoder)
-        vars(module).pop(CALLS, None)
-        _to_stock(module, self.stock, ATTRIBUTE)
+    def prepare(self, module: Any) -> None:
+        """Change a shadow for the comparison: what the module has kept of earlier calls, and dropout that is its own."""
+        if isinstance(self.ours, type):
+            module.__class__ = self.ours
+        self.ours.prepare(module)
+        self.ours.without_dropout(module)
+
+    def samples(self, module: Any, is_light: bool) -> Iterator[Sample]:
+        """Yield arguments for the comparison of a module, the smallest first. is_light: a similar module was compared."""
+        return self.ours.samples(module, is_light)  # type: ignore[no-any-return]
+
+    def results(self, returned: Any) -> Any:
+        """Return what is compared of what a forward returns."""
+        return self.ours.results(dense_of(returned))
+
+    def counted(self, arguments: dict[str, Any]) -> torch.Tensor | None:
+        """Return which positions of the output see a key, with as many dimensions as the output; None: all, or not known."""
+        mask = dense_of(arguments.get(self.mask))
+        if not isinstance(mask, torch.Tensor) or mask.numel() == 0 or (found := self.ours.counted(mask)) is None:
+            return None
+        return found[:, : self.ours.positions_of(arguments)]  # type: ignore[no-any-return]  # blocks may be longer
+
+
+def _parameters(function: Callable[..., Any]) -> frozenset[str] | None:
+    """Return the names of a function's parameters; None if it takes any."""
+    parameters = inspect.signature(function).parameters
+    return None if any(each.kind is each.VAR_KEYWORD for each in parameters.values()) else frozenset(parameters)
+
+
+def _taken(given: dict[str, Any], names: frozenset[str] | None) -> dict[str, Any]:
+    """Return those of the arguments of a call that a function has; names: of its parameters, None: it takes any."""
+    return given if names is None else {name: each for name, each in given.items() if name in names}
 
 
 def set_attribute(stock: type[nn.Module], module: Any, name: str, value: Any) -> None:
@@ -173,11 +206,6 @@ def set_attribute(stock: type[nn.Module], module: Any, name: str, value: Any) ->
     stock.__setattr__(module, name, value)
     if name != "training" and (found := vars(module).get(CALLS)) is not None:
         found.changed()
-
-
-def in_place(module: nn.Module) -> Replacement | None:
-    """Return what stands in place of a module's stock class; None if it is not enabled."""
-    return getattr(type(module), ATTRIBUTE, None)
 
 
 def argument_name(function: Any, name: str) -> str:
@@ -205,6 +233,12 @@ class PassesOn:
         if issubclass(stock, nn.Module) and not issubclass(stock, PassesOn):  # else it is derived from ours, as FSDP2 does
             cls.stock_class = stock
 
+    def on_enable(self) -> None:
+        """Change the module when it gets this class."""
+
+    def on_disable(self) -> None:
+        """Undo that."""
+
     def __setstate__(self: Any, state: Any) -> None:
         """Of a copy, and of what was loaded."""
         super().__setstate__(state)  # type: ignore[misc]
@@ -222,8 +256,8 @@ def surround(passing: nn.Module, modules: Iterable[nn.Module]) -> None:
 
 def stock_of(module: nn.Module) -> type[nn.Module] | None:
     """Return the stock class of an enabled module; None if it is not enabled."""
-    if (of := getattr(type(module), ATTRIBUTE, None)) is not None:
-        return of.stock  # type: ignore[no-any-return]
+    if (replacement := getattr(type(module), ATTRIBUTE, None)) is not None:
+        return replacement.stock  # type: ignore[no-any-return]
     return module.stock_class if isinstance(module, PassesOn) else None
 
 
@@ -246,11 +280,8 @@ class Source(NamedTuple):
         return found
 
 
-class Met(NamedTuple):
-    """A module of a library that has, or passes on to, relative attention.
-
-    ours: the class for it; None: there is none, and reason says why.
-    """
+class Match(NamedTuple):
+    """A module of a library that has, or passes on to, relative attention. ours: the class for it; None: reason says why not."""
 
     title: str
     ours: type | None
@@ -265,42 +296,33 @@ class Library:
     sources: tuple[Source, ...]
     oldest: str = ""
 
-    def met(self, modules: dict[str, nn.Module]) -> dict[str, Met]:
+    def matches(self, modules: dict[str, nn.Module]) -> dict[str, Match]:
         """Return what of a model's modules is of this library's classes, by name."""
-        found: dict[str, Met] = {}
+        found: dict[str, Match] = {}
         files = {base.__module__ for module in modules.values() for base in type(module).__mro__}
         for source in self.sources:
             if source.stock not in files:
                 continue
             try:
-                self._require()
+                if _numbers(installed_version(self.package)) < _numbers(self.oldest):
+                    raise RuntimeError(f"it is too old: versions from {self.oldest} on are served")
                 classes = source.classes()
             except (ImportError, AttributeError, TypeError, RuntimeError) as error:
                 reason = f"{self.package} {installed_version(self.package)}: {error}"
                 for name, module in modules.items():
-                    if type(module).__module__ == source.stock and ATTENTION.search(type(module).__name__):
-                        found[name] = Met(source.title, None, reason)
+                    if type(module).__module__ == source.stock and re.search("Attention|MHA|Attend", type(module).__name__):
+                        found[name] = Match(source.title, None, reason)
                 continue
             for name, module in modules.items():
                 ours = classes.get(type(module))
                 if ours is not None and getattr(ours, "applies", lambda _: True)(module):
-                    found[name] = Met(source.title, ours)
-                elif stock_of(module) is None and (
-                    base := next((each for each in type(module).__mro__ if each in classes), None)
-                ):
-                    if ours is None and ATTRIBUTE in vars(classes[base]):
+                    found[name] = Match(source.title, ours)
+                elif ours is None and stock_of(module) is None:
+                    base = next((each for each in type(module).__mro__ if each in classes), None)
+                    if base is not None and ATTRIBUTE in vars(classes[base]):
                         reason = f"its class is derived from {base.__name__}, which is served, and what it changes is not known"
-                        found[name] = Met(source.title, None, reason)
+                        found[name] = Match(source.title, None, reason)
         return found
-
-    def _require(self) -> None:
-        """Raise RuntimeError if the installed version is too old."""
-        version = installed_version(self.package)
-        if self.oldest and _numbers(version) < _numbers(self.oldest):
-            raise RuntimeError(f"it is too old: versions from {self.oldest} on are served")
-
-
-ATTENTION = re.compile("Attention|MHA|Attend")
 
 
 def installed_version(package: str) -> str:
@@ -316,17 +338,18 @@ def _numbers(version: str) -> list[int]:
 
 
 def change_classes(classes: dict[str, type], modules: dict[str, nn.Module], check_calls: bool) -> dict[str, Calls]:
-    """Give modules their new classes: all of them, or none if one raises. Return what is known of their calls, nothing yet."""
+    """Give modules their new classes: all of them, or none if one raises. Return the records of their calls."""
     done: list[nn.Module] = []
-    found: dict[str, Calls] = {}
+    records: dict[str, Calls] = {}
     try:
         for name, ours in classes.items():
             module = modules[name]
             done.append(module)
             module.__class__ = ours
             if ATTRIBUTE in vars(ours):
-                found[name] = vars(module)[CALLS] = Calls(check_calls)
-            getattr(ours, "on_enable", _nothing)(module)
+                records[name] = vars(module)[CALLS] = Calls(check_calls)
+            if isinstance(module, PassesOn):
+                module.on_enable()
         for module in done:
             if getattr(module, "passes_on", False):
                 surround(module, module.modules() if isinstance(module, PassesOn) else done)
@@ -334,28 +357,34 @@ def change_classes(classes: dict[str, type], modules: dict[str, nn.Module], chec
         for module in done:
             restore(module)
         raise
-    return found
+    return records
 
 
-def restore(module: nn.Module) -> type[nn.Module] | None:
-    """Give an enabled module its stock class back, and return that; None if it was not enabled."""
+def restore(module: nn.Module) -> None:
+    """Give an enabled module its stock class back; also what passes small masks on to it, since those are for ours alone."""
     stock = stock_of(module)
-    if (of := in_place(module)) is not None:
-        of.restore(module)
-    elif stock is not None:
-        getattr(type(module), "on_disable", _nothing)(module)
-        _to_stock(module, stock, "stock_class")
-    return stock
-
-
-def _to_stock(module: nn.Module, stock: type[nn.Module], mark: str) -> None:
-    """Give a module its stock class. mark: the attribute by which our class is known."""
+    if stock is None:
+        return
+    if isinstance(module, PassesOn):
+        module.on_disable()
+    for reference in getattr(vars(module).pop(CALLS, None), "around", ()):
+        if (encoder := reference()) is not None:
+            restore(encoder)
+    mark = "stock_class" if isinstance(module, PassesOn) else ATTRIBUTE  # of our class
     own = type(module)
     if mark in vars(own):
         module.__class__ = stock
     else:  # torch.nn.utils.parametrize or FSDP2 has given it a class derived from ours
-        own.__bases__ = tuple(stock if mark in vars(each) else each for each in own.__bases__)
+        own.__bases__ = tuple(stock if mark in vars(base) else base for base in own.__bases__)
 
 
-def _nothing(_: Any) -> None:
-    pass
+def with_names(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
+    """Return function with other values for names of its module: for a model that calls what makes masks by a module's name.
+
+    The code stays the library's own, and the library's module as it is.
+    """
+    changed = types.FunctionType(
+        function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__, function.__closure__
+    )
+    changed.__kwdefaults__ = function.__kwdefaults__
+    return changed

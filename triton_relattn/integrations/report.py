@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import re
 import textwrap
+import weakref
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
 from .calls import Calls
+from .isolation import in_own_thread
+from .replacement import Replacement
+from .shadow import shadow, with_random_weights
 
 LIBRARY, STRUCTURE = "library", "structure"
 IN_PLACE = "enable changes the model in place and returns a report of it; use the model itself"
@@ -145,3 +154,57 @@ def _table(lines: list[list[str]]) -> list[str]:
     padded = [[*line, *[""] * (count - len(line))] for line in lines]
     widths = [max(map(len, column)) for column in zip(*padded, strict=True)]
     return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in padded]
+
+
+class _Counter(TorchDispatchMode):
+    """Counts the bytes of tensors that operators make, and their largest sum at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.counted: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inputs = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for each in tree_leaves(out):
+            if isinstance(each, torch.Tensor):
+                storage = each.untyped_storage()
+                if storage._cdata not in inputs and storage._cdata not in self.counted:
+                    self.counted.add(storage._cdata)
+                    self.now += storage.nbytes()
+                    weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
+        self.peak = max(self.peak, self.now)
+        return out
+
+    def _freed(self, key: int, size: int) -> None:
+        self.counted.discard(key)
+        self.now -= size
+
+
+def count_bytes(
+    replacement: Replacement, module: nn.Module, lengths: tuple[int, ...], parent: nn.Module | None
+) -> tuple[tuple[int | None, int | None], ...]:
+    """Return for each length how many bytes the tensors of one sequence's forward take at their peak, in float32, beside the
+    weights: of the stock forward and of ours; None if the forward needs values.
+
+    What the operator keeps for the time of a call in blocks is not counted. parent: the module around it.
+    """
+
+    def count(model: Any, length: int, is_ours: bool) -> int | None:
+        try:
+            run = shadow(model, lambda tensor: tensor)  # a forward may keep what it makes
+            replacement.prepare(run)
+            given = replacement.ours.at_length(run, length, parent)
+            with torch.no_grad(), _Counter() as counter:
+                replacement.by_ours(run, given) if is_ours else replacement.by_stock(run, (), given)
+            return counter.peak
+        except Exception:  # a stock forward may raise anything
+            return None
+
+    def count_all() -> tuple[tuple[int | None, int | None], ...]:
+        model = with_random_weights(module, "meta").eval()
+        with torch.device("meta"):
+            return tuple((count(model, length, False), count(model, length, True)) for length in lengths)
+
+    return in_own_thread(count_all)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 from torch import nn
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
+MOST_WEIGHTS = 1 << 24
+"""Weights of a module up to which random ones are float64; of larger modules a copy in float64 takes time and memory."""
 
 
 def shadow(module: nn.Module, convert: Convert, replace: Callable[[nn.Module], nn.Module | None] | None = None) -> Any:
@@ -25,30 +28,107 @@ def shadow(module: nn.Module, convert: Convert, replace: Callable[[nn.Module], n
     tensors: dict[int, torch.Tensor] = {}
     modules: dict[int, Any] = {}
 
-    def tensor_of(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        if tensor is not None and id(tensor) not in tensors:
-            tensors[id(tensor)] = convert(tensor)
-        return None if tensor is None else tensors[id(tensor)]
+    def copied(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if id(value) not in tensors:
+                tensors[id(value)] = convert(value)
+            return tensors[id(value)]
+        if isinstance(value, nn.Module):
+            return modules[id(value)] if id(value) in modules else copied_module(value)
+        return value.copy() if type(value) in (dict, list, OrderedDict) else value  # of a cache, and those of hooks
 
-    def module_of(each: nn.Module) -> Any:
-        if id(each) in modules:
-            return modules[id(each)]
+    def copied_module(each: nn.Module) -> Any:
         if replace is not None and (other := replace(each)) is not None:
             modules[id(each)] = other
             return other
         new = modules[id(each)] = object.__new__(type(each))
-        attributes = dict(vars(each))
-        for name, value in attributes.items():
-            if isinstance(value, nn.Module):
-                attributes[name] = module_of(value)
-            elif isinstance(value, torch.Tensor):
-                attributes[name] = tensor_of(value)
-            elif type(value) in (dict, list, OrderedDict):  # of a cache, and those of hooks
-                attributes[name] = value.copy()
-        attributes["_parameters"] = {name: tensor_of(value) for name, value in each._parameters.items()}
-        attributes["_buffers"] = {name: tensor_of(value) for name, value in each._buffers.items()}
-        attributes["_modules"] = {name: None if child is None else module_of(child) for name, child in each._modules.items()}
+        attributes = {name: copied(value) for name, value in vars(each).items()}
+        for name in ("_parameters", "_buffers", "_modules"):
+            attributes[name] = {key: copied(value) for key, value in vars(each)[name].items()}
         vars(new).update(attributes)
         return new
 
-    return module_of(module)
+    return copied_module(module)
+
+
+def with_random_weights(module: nn.Module, device: str = "cpu", changes_buffers: bool = True) -> Any:
+    """Return a shadow with random weights, none of them zero, in float64; in float32 if there are many, or on the device "meta".
+
+    A quantised projection, which has no floating-point weights, becomes a linear layer of its widths. changes_buffers: a buffer
+    without effect yet, as a gate of ones, shows by it; buffers of zeros and ones that are read as booleans must stay.
+    """
+    count = sum(weight.numel() for weight in module.parameters())
+    dtype = torch.float64 if count <= MOST_WEIGHTS and device == "cpu" else torch.float32
+    generator = torch.Generator().manual_seed(0)
+    deviations: dict[int, float] = {}  # with which attention is neither even nor all on one key
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        is_parameter, is_meta = isinstance(tensor, nn.Parameter), tensor.is_meta
+        if not (is_parameter or tensor.is_floating_point()):
+            return torch.zeros_like(tensor, device=device) if is_meta else tensor.detach().to(device, copy=True)
+        if not (is_parameter or is_meta or changes_buffers):
+            return tensor.detach().to(device, dtype, copy=True)
+        new = torch.empty(tensor.shape, dtype=dtype, device=device)
+        if device != "meta":
+            new.normal_(generator=generator)
+            if is_parameter:
+                new.mul_(deviations.get(id(tensor), 0.5))
+            elif not is_meta:
+                new.mul_(0.1).add_(tensor.detach().to("cpu", dtype))
+        return nn.Parameter(new) if is_parameter else new
+
+    def replace(child: nn.Module) -> nn.Module | None:
+        found = widths(child)
+        if found is None:
+            return None
+        for weight in child.parameters(recurse=False):
+            if weight.dim() > 1:
+                deviations[id(weight)] = math.prod(weight.shape[1:]) ** -0.5
+        if isinstance(child, nn.Sequential) or any(
+            type(weight) is nn.Parameter and weight.is_floating_point() for weight in child.parameters()
+        ):
+            return None
+        bias = getattr(child, "bias", None)
+        has_bias = (bias() if callable(bias) else bias) is not None
+        linear = nn.Linear(*found, bias=has_bias, dtype=dtype, device="meta")
+        deviations[id(linear.weight)] = found[0] ** -0.5
+        return shadow(linear, convert)  # type: ignore[no-any-return]
+
+    with torch.no_grad():
+        model = shadow(module, convert, replace=replace)
+    for child in model.modules():
+        if "_old_forward" in vars(child):  # accelerate's hooks load the weights of the module itself
+            vars(child).pop("forward")
+    return model
+
+
+def widths(child: nn.Module) -> tuple[int, int] | None:
+    """Return the numbers of channels that a projection takes and gives; None if child is none.
+
+    Linear layers, also quantised ones and those with adapters, alone or before a dropout, and convolutions of one frame.
+    """
+    if isinstance(child, nn.Sequential):
+        first, others = next(iter(child), None), list(child)[1:]
+        only_drops = all(isinstance(each, (nn.Dropout, nn.Identity)) for each in others)
+        return widths(first) if isinstance(first, (nn.Linear, nn.Conv1d)) and only_drops else None
+    if isinstance(child, nn.Conv1d):
+        return (child.in_channels, child.out_channels) if child.kernel_size == (1,) and child.groups == 1 else None
+    taken, given = getattr(child, "in_features", None), getattr(child, "out_features", None)
+    return (taken, given) if isinstance(taken, int) and isinstance(given, int) else _adapted(child)
+
+
+def _adapted(child: nn.Module) -> tuple[int, int] | None:
+    """Return the widths of a module that has a linear layer and a correction of lower rank; None if child is none."""
+    linear = [(layer.in_features, layer.out_features) for layer in child.modules() if isinstance(layer, nn.Linear)]
+    if len(linear) != 3:
+        return None
+    base = max(linear, key=lambda each: min(each))
+    linear.remove(base)
+    down, up = sorted(linear, key=lambda each: each[0] != base[0])
+    return base if down[0] == base[0] and up[1] == base[1] and down[1] == up[0] < min(base) else None
+
+
+def projections(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return the widths of the projections among the children of a module, by name."""
+    found = {name: widths(child) for name, child in module.named_children()}
+    return {name: each for name, each in found.items() if each is not None}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from .. import replacement
-from ..doors import functions
+from ..enable import functions
 
 __all__ = ["disable", "enable"]
 
 SOURCES = (
-    replacement.Source("espnet.nets.pytorch_backend.transformer.attention", f"{__name__}.relative", "ESPnet's Conformer"),
-    replacement.Source("espnet2.asr.encoder.conformer_encoder", f"{__name__}.encoder", "ESPnet's Conformer"),
+    replacement.Source("espnet.nets.pytorch_backend.transformer.attention", f"{__name__}.conformer", "ESPnet's Conformer"),
+    replacement.Source("espnet2.asr.encoder.conformer_encoder", f"{__name__}.conformer", "ESPnet's Conformer"),
     replacement.Source("cosyvoice.transformer.attention", f"{__name__}.cosyvoice", "CosyVoice's attention"),
 )
 
@@ -24,7 +24,7 @@ Outputs and gradients are those of the stock classes, with ``zero_triu``, masks 
 padding stays (B, 1, 1, T), and an enabled ``ConformerEncoder`` makes it without the (T, T) that the stock one makes it of. A
 mask for all pairs, (B, T, T), as CosyVoice makes one of chunks, is used as it is.
 
-What differs: which probabilities dropout drops; as many, of other random numbers. ``attn``, the weights that stock attention
+What differs: which probabilities dropout drops: the same rate, another random stream. ``attn``, the weights that stock attention
 leaves in the module for pictures and for guided attention, is None. ``LegacyRelPositionMultiHeadedAttention`` is replaced if
 it has ``zero_triu``: without, its terms of the future are those of other queries.
 

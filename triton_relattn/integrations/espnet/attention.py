@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from ...positions import RelativePositions
-from ..heads import join_heads
 from ..in_place import InPlace
-from ..transformer_xl import of_module
+from ..operators import join_heads, module_attention
 
 
 class RelPositionAttention(InPlace):
@@ -17,6 +16,8 @@ class RelPositionAttention(InPlace):
 
     With zero_triu keys in the future have q_i + u . k_j alone.
     """
+
+    is_legacy = False
 
     def forward(
         self: Any,
@@ -33,8 +34,8 @@ class RelPositionAttention(InPlace):
         return out
 
     def example(self: Any, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
-        states, is_legacy = torch.randn(batch, length, self.linear_q.in_features), "Legacy" in type(self).__name__
-        rows = torch.randn(1, length if is_legacy else 2 * length - 1, self.linear_pos.in_features)
+        states = torch.randn(batch, length, self.linear_q.in_features)
+        rows = torch.randn(1, length if self.is_legacy else 2 * length - 1, self.linear_pos.in_features)
         mask = None if real is None else real[:, None]
         return {"query": states, "key": states, "value": states, "pos_emb": rows, "mask": mask}
 
@@ -47,11 +48,12 @@ def attend(
     pos_emb: torch.Tensor,
     mask: torch.Tensor | None,
 ) -> torch.Tensor:
-    """(B, H, Nq, D) states. Row 0 is of the most distant past: stock attention shifts query i's for key j to j - i + Nq - 1."""
+    """Return the attention of states (B, H, N, D); pos_emb (1, R, C), mask (B, 1 or Nq, Nk), 0 of what is hidden."""
+    # Row 0 is of the most distant past: stock attention shifts query i's row for key j to j - i + Nq - 1.
     first, last = 1 - query.shape[2], pos_emb.shape[1] - query.shape[2]
     positions = RelativePositions(first, last, "error")
     if getattr(module, "zero_triu", False):
         last = key.shape[2] - query.shape[2]
         positions = RelativePositions(first, last, "zero")
-    operator = of_module(module, pos_emb[:, : last - first + 1], positions)
+    operator = module_attention(module, pos_emb[:, : last - first + 1], positions)
     return operator(query, key, value, attn_mask=None if mask is None else mask[:, None].ne(0))

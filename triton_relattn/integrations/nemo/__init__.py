@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .. import replacement
-from ..doors import functions
+from ..enable import functions
 
 __all__ = ["disable", "enable"]
 
@@ -21,12 +21,12 @@ enable, disable = functions(
     text="""
 Outputs and gradients are those of the stock classes, with either ``use_pytorch_sdpa``, padding, dropout, caches for streaming
 and all contexts (``att_context_size`` regular, ``chunked_limited`` and ``chunked_limited_with_rc``). An enabled
-``ConformerEncoder`` tells its attention of lengths, windows and chunks instead of making a mask (B, T, T): memory is linear
-in T. A mask that another encoder makes is used as it is.
+``ConformerEncoder`` passes lengths, windows and chunks to its attention instead of a mask (B, T, T): memory is linear in T. A
+mask that another encoder makes is used as it is.
 
-What differs: which probabilities dropout drops; as many, of other random numbers. Attention that is local
+What differs: which probabilities dropout drops: the same rate, another random stream. Attention that is local
 (``rel_pos_local_attn``) or has another kind of position, and encoders with adapters (``ConformerEncoderAdapter``), keep their
-own classes, the latter's attention apart. To export a model, disable it first.
+own classes (of the latter, all but the attention). To export a model, disable it first.
 """,
     example="""
 >>> from triton_relattn.integrations.nemo import enable  # doctest: +SKIP

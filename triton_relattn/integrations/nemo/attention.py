@@ -8,23 +8,22 @@ import torch
 from nemo.collections.asr.parts.submodules import multi_head_attention as stock
 
 from ...positions import RelativePositions
-from ..heads import join_heads
 from ..in_place import InPlace
-from ..seen import Seen
-from ..transformer_xl import of_module
+from ..masks import ChunkedWindow
+from ..operators import join_heads, module_attention
 
 
-class Mask(Seen):
+class Mask(ChunkedWindow):
     """A mask of an enabled encoder."""
 
     def __getitem__(self, index: tuple[slice, slice]) -> Mask:
-        """The mask of the queries from a position on, [:, first:], where the keys before are a cache's."""
+        """Return the mask of the queries from a position on, [:, first:], where the keys before are a cache's."""
         first = index[1].start
         sizes = {"left": self.left, "right": self.right, "chunk": self.chunk, "first": first}
         return Mask(self.lengths, self.real, **sizes, make=lambda: self.dense()[index])
 
     def padding(self, queries: int, device: torch.device) -> torch.Tensor:
-        """(B, Nq), True of queries that are padding. All keys are hidden from them, so that they get zero."""
+        """Return (B, Nq), True of queries that are padding. All keys are hidden from them, so that they get zero."""
         if self.real is not None:
             return ~self.real[:, self.first : self.first + queries]
         position = torch.arange(self.first, self.first + queries, device=device)
@@ -53,11 +52,36 @@ class RelPositionMultiHeadAttention(InPlace, stock.RelPositionMultiHeadAttention
         """
         key, value, query, cache = self.update_cache(key=key, value=value, query=query, cache=cache)
         if torch.is_autocast_enabled():
-            query, key, value = (each.to(torch.float32) for each in (query, key, value))
+            query, key, value = (states.to(torch.float32) for states in (query, key, value))
         with stock.avoid_float16_autocast_context():
             query, key, value = self.forward_qkv(query, key, value)
             out = self.linear_out(join_heads(self._attend(query, key, value, pos_emb, mask)))
         return out if cache is None else (out, cache)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pos_emb: torch.Tensor,
+        mask: torch.Tensor | Mask | None,
+    ) -> torch.Tensor:
+        """Return the attention of states (B, H, N, D)."""
+        queries, keys = query.shape[2], key.shape[2]
+        # Row 0 is of the most distant past: stock attention shifts query i's row for key j to j - i + Nq - 1.
+        first, last = 1 - keys, pos_emb.shape[1] - keys
+        rows = slice(None)
+        if isinstance(mask, Mask):
+            left, right = mask.window
+            nearest = first if left < 0 else max(first, -left)
+            last = last if right < 0 else min(last, right)
+            rows, first = slice(nearest - first, last - first + 1), nearest
+        operator = module_attention(self, pos_emb[:, rows], RelativePositions(first, last, "error"))
+        if not isinstance(mask, Mask):
+            visible = None if mask is None else ~mask[:, None]
+            return operator(query, key, value, attn_mask=visible, query_offset=keys - queries)
+        out = mask.attend(operator, query, key, value)
+        return out.masked_fill(mask.padding(queries, out.device)[:, None, :, None], 0.0)
 
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
         states = torch.randn(batch, length, self.linear_q.in_features)
@@ -68,31 +92,6 @@ class RelPositionMultiHeadAttention(InPlace, stock.RelPositionMultiHeadAttention
             hidden = (behind > LEFT) | (behind < -RIGHT) | ~(real[:, None] & real[:, :, None])
             mask = Mask(real.sum(1), left=LEFT, right=RIGHT, make=lambda: hidden)
         return {"query": states, "key": states, "value": states, "mask": mask, "pos_emb": rows}
-
-    def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        pos_emb: torch.Tensor,
-        mask: torch.Tensor | Mask | None,
-    ) -> torch.Tensor:
-        """(B, H, Nq, D) states."""
-        queries, keys = query.shape[2], key.shape[2]
-        # Row 0 is of the most distant past: stock attention shifts query i's row for key j to j - i + Nq - 1.
-        first, last = 1 - keys, pos_emb.shape[1] - keys
-        rows = slice(None)
-        if isinstance(mask, Mask):
-            left, right = mask.window
-            ends = first if left < 0 else max(first, -left), last if right < 0 else min(last, right)
-            rows = slice(ends[0] - first, ends[1] - first + 1)
-            first, last = ends
-        operator = of_module(self, pos_emb[:, rows], RelativePositions(first, last, "error"))
-        if not isinstance(mask, Mask):
-            shown = None if mask is None else ~mask[:, None]
-            return operator(query, key, value, attn_mask=shown, query_offset=keys - queries)
-        out = mask.attend(operator, query, key, value)
-        return out.masked_fill(mask.padding(queries, out.device)[:, None, :, None], 0.0)
 
 
 CLASSES = {stock.RelPositionMultiHeadAttention: RelPositionMultiHeadAttention}

@@ -17,7 +17,7 @@ MOST_CHUNKS = 10000
 
 
 class ConformerEncoder(PassesOn, stock.ConformerEncoder):
-    """Encoder that tells its attention of lengths, windows and chunks, instead of making a mask (B, T, T)."""
+    """Encoder that passes lengths, windows and chunks to its attention, instead of a mask (B, T, T)."""
 
     @staticmethod
     def applies(module: Any) -> bool:
@@ -31,8 +31,7 @@ class ConformerEncoder(PassesOn, stock.ConformerEncoder):
         offset: torch.Tensor | None,
         device: torch.device,
     ) -> tuple[torch.Tensor, Any]:
-        """(B, T) True of padding, and the mask of attention."""
-        attention = (each for each in self.modules() if isinstance(each, MultiHeadAttention))
+        """Return (B, T), True of padding, and the mask of attention."""
         context = self._context(att_context_size)
 
         def make() -> tuple[torch.Tensor, Any]:
@@ -40,7 +39,8 @@ class ConformerEncoder(PassesOn, stock.ConformerEncoder):
                 att_context_size, padding_length, max_audio_length, offset, device
             )
 
-        if is_graph() or context is None or not all(isinstance(each, RelPositionMultiHeadAttention) for each in attention):
+        attention = (module for module in self.modules() if isinstance(module, MultiHeadAttention))
+        if is_graph() or context is None or not all(isinstance(module, RelPositionMultiHeadAttention) for module in attention):
             return make()
         positions = torch.arange(max_audio_length, device=device)
         real = positions < padding_length[:, None]
@@ -50,7 +50,7 @@ class ConformerEncoder(PassesOn, stock.ConformerEncoder):
         return ~real, Mask(real=real, **context, make=lambda: make()[1])
 
     def _context(self, sizes: list[int]) -> dict[str, Any] | None:
-        """The arguments of a mask, or None if only a stock mask says what is seen."""
+        """Return the arguments of a mask, or None if only a stock mask says what is visible."""
         if self.att_context_style == "regular":
             return {"left": max(sizes[0], -1), "right": max(sizes[1], -1)}
         if self.att_context_style == "chunked_limited":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .. import replacement
-from ..doors import functions
+from ..enable import functions
 
 __all__ = ["disable", "enable"]
 
@@ -21,10 +21,10 @@ enable, disable = functions(
     module="a model, or any part of it: a ``TransformerASR``, an encoder, one attention.",
     text="""
 Outputs and gradients are those of the stock class, with its scale 1/sqrt(embed_dim), masks and dropout. An enabled
-``TransformerASR`` with a Conformer tells its encoder's attention of causality and chunks (``DynChunkTrainConfig``) instead of
-making a mask (T, T): memory is linear in T. A mask that is given is used as it is.
+``TransformerASR`` with a Conformer passes causality and chunks (``DynChunkTrainConfig``) to its encoder's attention instead of
+a mask (T, T): memory is linear in T. A mask that is given is used as it is.
 
-What differs: which probabilities dropout drops; as many, of other random numbers. Weights are None, which stock attention
+What differs: which probabilities dropout drops: the same rate, another random stream. Weights are None, which stock attention
 returns by default. ``mask_pos_future`` has no effect, as in the stock class.
 """,
     example="""

@@ -10,10 +10,9 @@ from speechbrain.nnet import attention as stock
 from torch import nn
 
 from ...positions import RelativePositions
-from ..heads import drop_probability, join_heads, split_heads
 from ..in_place import InPlace
-from ..seen import Seen
-from ..transformer_xl import attend
+from ..masks import ChunkedWindow
+from ..operators import attend, drop_probability, join_heads, split_heads
 
 LEFT = 5
 """The window of a comparison."""
@@ -24,7 +23,7 @@ class RelPosMHAXL(InPlace, stock.RelPosMHAXL):
 
     @staticmethod
     def applies(module: Any) -> bool:
-        """Whether the stock class has a forward: with another width of values it has none."""
+        """Return whether the stock class has a forward: with another width of values it has none."""
         return bool(module._qkv_same_embed_dim)
 
     def forward(
@@ -34,7 +33,7 @@ class RelPosMHAXL(InPlace, stock.RelPosMHAXL):
         value: torch.Tensor,
         pos_embs: torch.Tensor,
         key_padding_mask: torch.Tensor | None = None,
-        attn_mask: torch.Tensor | Seen | None = None,
+        attn_mask: torch.Tensor | ChunkedWindow | None = None,
         return_attn_weights: bool = True,
     ) -> Any:
         """query (B, Nq, C), key and value (B, Nk, C), pos_embs (1, 2Nk - 1, C).
@@ -54,9 +53,9 @@ class RelPosMHAXL(InPlace, stock.RelPosMHAXL):
             dropout_p=drop_probability(self.dropout_att),
         )
         real = None if key_padding_mask is None else ~key_padding_mask.bool()
-        if isinstance(attn_mask, Seen):
-            seen = Seen(real=real, left=attn_mask.left, right=attn_mask.right, chunk=attn_mask.chunk)
-            out = seen.attend(operator, *states)
+        if isinstance(attn_mask, ChunkedWindow):
+            window = ChunkedWindow(real=real, left=attn_mask.left, right=attn_mask.right, chunk=attn_mask.chunk)
+            out = window.attend(operator, *states)
         else:
             out = operator(*states, attn_mask=self._shown(real, attn_mask, states[0]))
         out = self.out_proj(join_heads(out))
@@ -66,7 +65,7 @@ class RelPosMHAXL(InPlace, stock.RelPosMHAXL):
     def counted(mask: torch.Tensor) -> torch.Tensor | None:
         return None
 
-    def pairs(self, query: torch.Tensor, key: torch.Tensor, **given: Any) -> int:  # type: ignore[override]
+    def pairs(self, query: torch.Tensor, key: torch.Tensor) -> int:  # type: ignore[override]
         return len(query) * self.num_heads * query.shape[1] * key.shape[1]
 
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
@@ -75,27 +74,27 @@ class RelPosMHAXL(InPlace, stock.RelPosMHAXL):
         if real is None:
             return given
         behind = torch.arange(length)[:, None] - torch.arange(length)
-        seen = Seen(left=LEFT, right=0, make=lambda: (behind > LEFT) | (behind < 0))
-        return {**given, "key_padding_mask": ~real, "attn_mask": seen}
+        window = ChunkedWindow(left=LEFT, right=0, make=lambda: (behind > LEFT) | (behind < 0))
+        return {**given, "key_padding_mask": ~real, "attn_mask": window}
 
     def _query_key_value(self, *states: torch.Tensor) -> list[torch.Tensor]:
-        """(B, H, N, D) each. Of one tensor the weights are read as (H, 3, D); of several, as (3, H, D)."""
+        """Return (B, H, N, D) each. Of one tensor the weights are read as (H, 3, D); of several, as (3, H, D)."""
         query, key, value = states
         if (query is key or torch.equal(query, key)) and (key is value or torch.equal(key, value)):
             parts = nn.functional.linear(query, self.in_proj_weight).unflatten(-1, (self.num_heads, -1)).chunk(3, -1)
-            made = [each.transpose(1, 2) for each in parts]
+            projected = [part.transpose(1, 2) for part in parts]
         else:
             weights = self.in_proj_weight.chunk(3)
-            made = [
-                split_heads(nn.functional.linear(each, weight), self.head_dim)
-                for each, weight in zip(states, weights, strict=True)
+            projected = [
+                split_heads(nn.functional.linear(part, weight), self.head_dim)
+                for part, weight in zip(states, weights, strict=True)
             ]
         if self.vbias is not None:
-            made[2] = made[2] + self.value_bias_weight.view(self.num_heads, 1, self.head_dim)
-        return made
+            projected[2] = projected[2] + self.value_bias_weight.view(self.num_heads, 1, self.head_dim)
+        return projected
 
     def _shown(self, real: torch.Tensor | None, attn_mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
-        """Both masks as the operator takes one."""
+        """Return both masks as one of the operator."""
         shown = None if real is None else real[:, None, None]
         if attn_mask is None:
             return shown

@@ -8,9 +8,8 @@ from typing import Any
 from speechbrain.lobes.models.transformer import TransformerASR as stock
 
 from ..calls import is_graph
-from ..functions import with_names
-from ..replacement import PassesOn
-from ..seen import Seen
+from ..masks import ChunkedWindow
+from ..replacement import PassesOn, with_names
 from .attention import RelPosMHAXL
 
 
@@ -23,13 +22,13 @@ def make_masks(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     def make() -> Any:
         return stock.make_transformer_src_tgt_masks(*args, **kwargs)[2]
 
-    seen = None
+    window = None
     if causal:
-        seen = Seen(right=0, make=make)
+        window = ChunkedWindow(right=0, make=make)
     elif dynchunktrain_config is not None:
         left = dynchunktrain_config.left_context_size_frames()
-        seen = Seen(left=-1 if left is None else left, right=0, chunk=dynchunktrain_config.chunk_size, make=make)
-    return src_padding, tgt_padding, seen, tgt_mask
+        window = ChunkedWindow(left=-1 if left is None else left, right=0, chunk=dynchunktrain_config.chunk_size, make=make)
+    return src_padding, tgt_padding, window, tgt_mask
 
 
 FORWARD, ENCODE = (
@@ -39,7 +38,7 @@ FORWARD, ENCODE = (
 
 
 class TransformerASR(PassesOn, stock.TransformerASR):
-    """Model that tells the attention of its Conformer of causality and chunks, instead of making a mask (T, T)."""
+    """Model that passes causality and chunks to the attention of its Conformer, instead of a mask (T, T)."""
 
     @staticmethod
     def applies(module: Any) -> bool:

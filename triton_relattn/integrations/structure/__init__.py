@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from ..._core.removed import refuse
-from ..projections import projections
+from ..shadow import projections
 from .buckets import BucketedBias
 from .enformer import DistanceFeatures
 from .grid import DecomposedPositions
-from .kind import Kind, Refused, made
+from .kind import Kind, Refused, enabled_class
 from .music import PastRows
-from .not_served import of as not_served
+from .not_served import recognised
+from .observation import observed
 from .shaw import ClippedDistances
 from .transformer_xl import ProjectedPositions
 from .vits import WindowedVectors
@@ -44,7 +45,7 @@ def kind_of(module: nn.Module) -> type[Kind] | None:
     if isinstance(module, torch.jit.ScriptModule) or not projections(module):
         return None
     for kind in KINDS:
-        if next(iter(kind.readings(module)), None) is not None:
+        if next(kind.layouts(module), None) is not None:
             return kind
     return None
 
@@ -52,4 +53,4 @@ def kind_of(module: nn.Module) -> type[Kind] | None:
 if not TYPE_CHECKING:
     __getattr__ = partial(refuse, __name__)
 
-__all__ = ["KINDS", "Kind", "Refused", "kind_of", "made", "not_served"]
+__all__ = ["KINDS", "Kind", "Refused", "enabled_class", "kind_of", "observed", "recognised"]

@@ -6,17 +6,16 @@ et al., "Predicting RNA-seq coverage from DNA sequence as a unifying model of ge
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...positions import RelativePositions
-from .. import transformer_xl
-from ..heads import join_heads, split_heads
-from .kind import Kind, Reading, Sample, taken
-from .roles import argument_roles, of_transformer_xl
+from ..operators import attend, join_heads, split_heads
+from .kind import Kind, Layout
+from .roles import argument_roles, transformer_xl_roles
 
 
 class _Reached(Exception):
@@ -47,33 +46,27 @@ class DistanceFeatures(Kind):
     title = "Transformer-XL's terms of features of the distance (Enformer, Borzoi)"
 
     @classmethod
-    def readings(cls, module: nn.Module) -> Iterator[Reading]:
-        parts = of_transformer_xl(module)
+    def layouts(cls, module: nn.Module) -> Iterator[Layout]:
+        parts = transformer_xl_roles(module)
         if parts is None or len(parts[1]) != 4:
             return
         roles, shape = parts
-        options = (("width", shape[-1]),)
         for arguments in argument_roles(type(module).forward, ("states",)):
             if set(arguments.values()) == {"states"}:
-                yield Reading(tuple(roles.items()), tuple(arguments.items()), options)
+                yield cls.layout(module, roles, arguments, width=shape[-1])
 
-    @classmethod
-    def examples(cls, module: Any, reading: Reading) -> Iterator[Sample]:
-        channels = taken(module, reading)
-        lengths = (1536,) if getattr(module, "use_tf_gamma", False) else (11, 5, 23)
-        for length in lengths:
-            batch = 1 if length > 1000 else 2
-            states = torch.randn(batch, length, channels)
-            yield Sample(f"{batch} sequences of {length}", {reading.argument("states"): states}, (length,) * 2)  # type: ignore[dict-item]
+    def sizes(self, module: Any) -> Iterable[tuple[int, int]]:
+        return ((1, 1536),) if getattr(module, "use_tf_gamma", False) else ((2, 11), (2, 5), (2, 23))
 
     @classmethod
     def prepare(cls, model: Any) -> None:
-        for name, each in vars(model).items():
-            if isinstance(each, torch.Tensor):  # Borzoi's features of the first length that it has seen
+        super().prepare(model)
+        for name, value in vars(model).items():
+            if isinstance(value, torch.Tensor):  # Borzoi's features of its first call's length
                 vars(model)[name] = None
 
-    def serves(self, module: Any, states: torch.Tensor) -> bool:
-        """Return whether ours computes a call: torch.compile cannot trace how the features are made."""
+    def accepts(self, module: Any, states: torch.Tensor) -> bool:
+        """Whether ours computes a call: torch.compile cannot trace how the features are made."""
         return states.dim() == 3 and not torch.compiler.is_compiling()
 
     def features(self, module: Any, states: torch.Tensor) -> torch.Tensor:
@@ -88,21 +81,11 @@ class DistanceFeatures(Kind):
         raise RuntimeError(f"{type(module).__name__} does not project features of the distance")
 
     def compute(self, module: Any, states: torch.Tensor) -> torch.Tensor:
-        rel_key = self.child(module, "position", self.features(module, states))
-        q, k = (split_heads(self.child(module, role, states), self.options["width"]) for role in ("query", "key"))
-        v = self.child(module, "value", states).unflatten(-1, (q.shape[1], -1)).transpose(1, 2)
-        rel_key = split_heads(rel_key[None], self.options["width"])
-        last, width = states.shape[1] - 1, self.options["width"]
-        u, v_bias = (self.part(module, name).reshape(-1, width) for name in ("content_bias", "position_bias"))
-        out = transformer_xl.attend(
-            q,
-            k,
-            v,
-            rel_key,
-            u * width**0.5,
-            v_bias * width**0.5,
-            RelativePositions(-last, last, "error"),
-            width**-0.5,
-            dropout_p=self.weights_dropout(module),
-        )
+        width, last = self.options["width"], states.shape[1] - 1
+        q, k = (split_heads(self.part(module, role)(states), width) for role in ("query", "key"))
+        v = self.part(module, "value")(states).unflatten(-1, (q.shape[1], -1)).transpose(1, 2)  # of another width
+        rel_key = split_heads(self.part(module, "position")(self.features(module, states))[None], width)
+        u, v_bias = (self.part(module, name).reshape(-1, width) * width**0.5 for name in ("content_bias", "position_bias"))
+        positions = RelativePositions(-last, last, "error")
+        out = attend(q, k, v, rel_key, u, v_bias, positions, width**-0.5, dropout_p=self.dropout_p(module))
         return self.output(module, join_heads(out))

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...grids import decomposed_relative_attention
-from ..projections import projections
-from .kind import Kind, Reading, Refused, Sample, taken
+from ..comparison import Sample
+from ..operators import decomposed_relative_attention
+from ..shadow import projections
+from .kind import Kind, Layout, Refused
 from .roles import argument_roles, own_parameters, words_of
 
-TABLES = (("h", "height", "y", "vertical"), ("w", "width", "x", "horizontal"))
+AXES = {"rel_pos_h": {"h", "height", "y", "vertical"}, "rel_pos_w": {"w", "width", "x", "horizontal"}}
 
 
 class DecomposedPositions(Kind):
@@ -30,59 +31,53 @@ class DecomposedPositions(Kind):
     fewest = 1 << 22
 
     @classmethod
-    def readings(cls, module: nn.Module) -> Iterator[Reading]:
-        made, own = projections(module), own_parameters(module)
-        joint = [name for name, (taken, given) in made.items() if given % 3 == 0 and given > taken]
-        tables = [name for name, each in own.items() if each.dim() == 2 and {"rel", "relative"} & set(words_of(name))]
-        if len(made) != 2 or len(joint) != 1 or len(tables) != 2:
+    def layouts(cls, module: nn.Module) -> Iterator[Layout]:
+        sizes, own = projections(module), own_parameters(module)
+        joint = [name for name, (taken, given) in sizes.items() if given % 3 == 0 and given > taken]
+        tables = [name for name, table in own.items() if table.dim() == 2 and {"rel", "relative"} & set(words_of(name))]
+        if len(sizes) != 2 or len(joint) != 1 or len(tables) != 2:
             return
-        out = next(name for name in made if name != joint[0])
-        of = {axis[0]: next((name for name in tables if set(words_of(name)) & set(axis)), None) for axis in TABLES}
+        axes = {role: next((name for name in tables if axis & set(words_of(name))), None) for role, axis in AXES.items()}
         width = own[tables[0]].shape[1]
-        if None in of.values() or own[tables[1]].shape[1] != width or made[joint[0]][1] // 3 % width:
+        if None in axes.values() or own[tables[1]].shape[1] != width or sizes[joint[0]][1] // 3 % width:
             return
         if any(name.startswith(("pool", "conv_q", "conv_k")) for name, _ in module.named_children()):
             raise Refused("it pools queries and keys: decomposed_relative_attention computes it (key_grid), in your own forward")
         norms = tuple(name if hasattr(module, name) else None for name in ("q_norm", "k_norm"))
-        roles = {"qkv": joint[0], "out": out, "rel_pos_h": of["h"], "rel_pos_w": of["w"]}
+        roles: Any = {"qkv": joint[0], "out": next(name for name in sizes if name != joint[0]), **axes}
         for arguments in argument_roles(type(module).forward, ("states",)):
             if set(arguments.values()) == {"states"}:
-                yield Reading(tuple(roles.items()), tuple(arguments.items()), (("width", width), ("norms", norms)))  # type: ignore[arg-type]
+                yield cls.layout(module, roles, arguments, width=width, norms=norms)
 
-    @classmethod
-    def examples(cls, module: Any, reading: Reading) -> Iterator[Sample]:
-        channels = taken(module, reading, "qkv")
-        sides = [(each.shape[0] + 1) // 2 for each in (getattr(module, reading.role(f"rel_pos_{axis}")) for axis in "hw")]
-        own = min(sides[0], 14), min(sides[1], 14)
+    def samples(self, module: Any, is_light: bool) -> Iterator[Sample]:
+        own = tuple(min((len(self.part(module, role)) + 1) // 2, 14) for role in AXES)
         for batch, grid in ((2, (3, 5)), (1, own), (3, (7, 4))):
-            states = torch.randn(batch, *grid, channels)
-            yield Sample(f"{batch} grids of {grid[0]} x {grid[1]}", {reading.argument("states"): states}, (math.prod(grid),) * 2)  # type: ignore[dict-item]
+            given = {self.layout.argument("states"): torch.randn(batch, *grid, self.layout.channels)}
+            yield Sample(f"{batch} grids of {grid[0]} x {grid[1]}", given, (math.prod(grid),) * 2)  # type: ignore[arg-type]
 
     def at_length(self, module: Any, length: int, parent: Any) -> dict[str, Any]:
-        reading = self.reading
-        channels = taken(module, reading, "qkv")
         window = getattr(parent, "window_size", 0)
         side = max(window) if isinstance(window, (tuple, list)) else int(window)
         windows = -(-length // side**2) if side else 1
         side = side or round(length**0.5)
-        return {reading.argument("states"): torch.empty(windows, side, side, channels, device="meta")}  # type: ignore[dict-item]
+        return {self.layout.argument("states"): torch.empty(windows, side, side, self.layout.channels)}  # type: ignore[dict-item]
 
-    def serves(self, module: Any, states: torch.Tensor) -> bool:
+    def accepts(self, module: Any, states: torch.Tensor) -> bool:
         return states.dim() == 4
 
     def compute(self, module: Any, states: torch.Tensor) -> torch.Tensor:
         batch, height, width, _ = states.shape
-        qkv = self.child(module, "qkv", states).view(batch, height * width, 3, -1, self.options["width"])
+        qkv = self.part(module, "qkv")(states).view(batch, height * width, 3, -1, self.options["width"])
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        of_query, of_key = (getattr(module, name) if name else None for name in self.options["norms"])
-        query, key = query if of_query is None else of_query(query), key if of_key is None else of_key(key)
-        out = decomposed_relative_attention(
+        q_norm, k_norm = (getattr(module, name) if name else None for name in self.options["norms"])
+        query, key = query if q_norm is None else q_norm(query), key if k_norm is None else k_norm(key)
+        out: torch.Tensor = decomposed_relative_attention(
             query,
             key,
             value,
             self.part(module, "rel_pos_h"),
             self.part(module, "rel_pos_w"),
             (height, width),
-            dropout_p=self.weights_dropout(module),
+            dropout_p=self.dropout_p(module),
         )
         return self.output(module, out.transpose(1, 2).reshape(batch, height, width, -1))

@@ -12,13 +12,13 @@ class NotServed(NamedTuple):
     """A kind of attention that the operator does not compute.
 
     title: what it is. attributes: names, each of which may stand for one of several; a module that has them all is of this kind.
-    instead: what to do. of_embedding: whether the attributes are embeddings.
+    instead: what to do. has_embeddings: whether the attributes are embeddings.
     """
 
     title: str
     attributes: tuple[tuple[str, ...], ...]
     instead: str
-    of_embedding: bool = False
+    has_embeddings: bool = False
 
 
 AS_MASK = "use scaled_dot_product_attention with the bias (H, N, N) as attn_mask"
@@ -51,13 +51,13 @@ NOT_SERVED = (
         (("relative_attention_bias", "relative_position_bias", "rel_attn_embed"),),
         "its layers pass the bias (H, N, N) on; enable knows those of transformers; in a model of your own pass on "
         "the table instead, and pass it as rel_bias",
-        of_embedding=True,
+        has_embeddings=True,
     ),
     NotServed(
         "an embedding of distances that meets the query, or also the key (BERT's relative_key)",
         (("distance_embedding",),),
         f"enable knows that of transformers' classes; {BY_HAND}, Shaw's with rel_key, and with rel_p2c for the key",
-        of_embedding=True,
+        has_embeddings=True,
     ),
     NotServed(
         "two streams and segments (XLNet, Funnel)",
@@ -78,14 +78,14 @@ NOT_SERVED = (
 )
 
 
-def of(module: nn.Module) -> NotServed | None:
+def recognised(module: nn.Module) -> NotServed | None:
     """Return what a module is recognised as, if it is none of the kinds that are replaced."""
     if isinstance(module, torch.jit.ScriptModule):
         return None
     embeddings = {name for name, child in module.named_children() if isinstance(child, nn.Embedding)}
-    every = {*vars(module), *module._modules, *module._parameters, *module._buffers}
-    for each in NOT_SERVED:
-        has = embeddings if each.of_embedding else every
-        if all(has & set(names) for names in each.attributes):
-            return each
+    attributes = {*vars(module), *module._modules, *module._parameters, *module._buffers}
+    for kind in NOT_SERVED:
+        names = embeddings if kind.has_embeddings else attributes
+        if all(names & set(choices) for choices in kind.attributes):
+            return kind
     return None

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..projections import projections
+from ..shadow import projections
 
 WORDS = {
     "position": ("pos", "position", "positional", "rel", "relative"),
@@ -33,18 +33,18 @@ def words_of(name: str) -> list[str]:
 def assigned(names: Sequence[str], roles: Sequence[str]) -> dict[str, str] | None:
     """Return a name for each role, in the order in which roles are to be decided; None if there are not as many names.
 
-    A name has a role if a word of that role is a word of no other name that is left. If a role finds none, all of them are given
-    by order: the names as they were registered, and roles as sorted in :data:`ORDER`.
+    A name has a role if a word of that role is in no other name without a role. If a role finds none, all of them are given by
+    order: the names as they were registered, and roles as sorted in :data:`ORDER`.
     """
     if len(names) != len(roles):
         return None
-    left, found = list(names), {}
+    remaining, found = list(names), {}
     for role in roles:
         for word in WORDS[role]:
-            having = [name for name in left if word in words_of(name)]
+            having = [name for name in remaining if word in words_of(name)]
             if len(having) == 1:
                 found[role] = having[0]
-                left.remove(having[0])
+                remaining.remove(having[0])
                 break
     if len(found) == len(roles):
         return found
@@ -60,8 +60,8 @@ def is_table(child: nn.Module) -> bool:
     return isinstance(child, nn.Embedding) and child.max_norm is None
 
 
-def rows_of(table: Any) -> Any:
-    """Return the rows of an embedding, or of a parameter."""
+def weight_of(table: Any) -> Any:
+    """Return the weight of an embedding, or a parameter itself."""
     return table.weight if isinstance(table, nn.Embedding) else table
 
 
@@ -70,19 +70,19 @@ def own_parameters(module: nn.Module) -> dict[str, Any]:
     return dict(module.named_parameters(recurse=False))
 
 
-def of_transformer_xl(module: nn.Module) -> tuple[dict[str, str], tuple[int, ...]] | None:
+def transformer_xl_roles(module: nn.Module) -> tuple[dict[str, str], tuple[int, ...]] | None:
     """Return the parts of a module with five projections and two biases (..., H, D), or H * D in all, by their roles, and the
     shape of a bias; None if it has others.
     """
-    made, own = projections(module), own_parameters(module)
+    sizes, own = projections(module), own_parameters(module)
     if len(own) != 2:
         return None
-    of_children = assigned(list(made), ("position", "out", "query", "key", "value"))
-    of_biases = assigned(list(own), ("content_bias", "position_bias"))
+    children = assigned(list(sizes), ("position", "out", "query", "key", "value"))
+    biases = assigned(list(own), ("content_bias", "position_bias"))
     first, second = own.values()
-    if of_children is None or of_biases is None or first.shape != second.shape:
+    if children is None or biases is None or first.shape != second.shape:
         return None
-    return ({**of_children, **of_biases}, tuple(first.shape)) if first.numel() == made[of_children["query"]][1] else None
+    return ({**children, **biases}, tuple(first.shape)) if first.numel() == sizes[children["query"]][1] else None
 
 
 MASK, POSITIONS, CACHE = "mask", "positions", "cache"
@@ -103,21 +103,22 @@ def argument_roles(forward: Any, states: Sequence[str]) -> Iterator[dict[str, st
         if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
     ]
     named: dict[str, str] = {}
+    unnamed = []
     for each in parameters:
-        words = words_of(each.name)
-        role = next((role for role, known in ARGUMENTS.items() if any(word in words for word in known)), "")
-        if role and role not in named.values():
+        words = set(words_of(each.name))
+        role = next((role for role, names in ARGUMENTS.items() if words & set(names)), "")
+        if not role:
+            unnamed.append(each)
+        elif role not in named.values():
             named[each.name] = role
-    unnamed = [each for each in parameters if not any(set(words_of(each.name)) & set(known) for known in ARGUMENTS.values())]
+    needed = {each.name for each in parameters if each.default is each.empty}
     masks = [None] if MASK in named.values() else [*(each.name for each in reversed(unnamed[1:])), None]
     for mask in masks:
-        left = list(states)
-        roles = dict(named)
+        remaining, roles = list(states), dict(named)
         for each in unnamed:
             if each.name == mask:
                 roles[each.name] = MASK
-            elif left and each.default is each.empty:
-                roles[each.name] = left.pop(0)
-        needed = {each.name for each in parameters if each.default is each.empty}
+            elif remaining and each.default is each.empty:
+                roles[each.name] = remaining.pop(0)
         if states[0] in roles.values() and needed <= set(roles):
             yield roles

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...positions import RelativePositions
-from .. import transformer_xl
-from ..heads import join_heads, split_heads
-from ..projections import projections
-from .kind import ADDED, HIDDEN, SHOWN, Kind, Reading, Sample, mask_of, taken, with_masks
-from .roles import of_transformer_xl
+from ..comparison import Sample
+from ..operators import attend, join_heads, split_heads
+from ..shadow import projections
+from .kind import ADDED, HIDDEN, SHOWN, Kind, Layout, padded, with_masks
+from .roles import CACHE, MASK, POSITIONS, transformer_xl_roles
 
+STATES = ("query", "key", "value")
 LATEST, LATEST_PAST, LEGACY_PAST = "2N - 1 rows", "2N - 1 rows, those of the past count", "N rows, of the past"
 """The rows of the position embeddings, the first of the most distant past, and whether keys in the future have a term of them."""
 
@@ -34,8 +35,8 @@ class ProjectedPositions(Kind):
     title = "Transformer-XL's terms (ESPnet's Conformer)"
 
     @classmethod
-    def readings(cls, module: nn.Module) -> Iterator[Reading]:
-        parts = of_transformer_xl(module)
+    def layouts(cls, module: nn.Module) -> Iterator[Layout]:
+        parts = transformer_xl_roles(module)
         if parts is None:
             return
         roles, shape = parts
@@ -44,61 +45,43 @@ class ProjectedPositions(Kind):
             return
         only_past = getattr(module, "zero_triu", None)
         rows = (LATEST, LATEST_PAST, LEGACY_PAST) if only_past is None else (LATEST_PAST if only_past else LATEST, LEGACY_PAST)
-        scales = (width**-0.5, channels**-0.5)
         masks = with_masks(type(module).forward, STATES, SHOWN, HIDDEN, ADDED)
         # First one table for all sequences; some classes want one for each of them.
-        for shared, (arguments, means), of, scale in itertools.product((True, False), masks, rows, scales):
-            if "positions" not in arguments.values():
-                continue
-            options = {"mask": means, "rows": of, "scale": scale, "width": width, "shared": shared}
-            yield Reading(tuple(roles.items()), tuple(arguments.items()), tuple(options.items()))
+        choices = itertools.product((True, False), masks, rows, (width**-0.5, channels**-0.5))
+        for shared, (arguments, means), positions, scale in choices:
+            if POSITIONS in arguments.values():
+                options = {"rows": positions, "scale": scale, "width": width, "shared": shared}
+                yield cls.layout(module, roles, arguments, mask=means, **options)
 
-    @classmethod
-    def examples(cls, module: Any, reading: Reading) -> Iterator[Sample]:
-        channels, of_rows = taken(module, reading), taken(module, reading, "position")
-        mask, means = reading.argument("mask"), reading.option("mask")
-        states = [name for name, role in reading.arguments if role in STATES]
-        for batch, length in ((2, 9), (1, 5), (3, 23), (1, 130)):
-            rows = length if reading.option("rows") == LEGACY_PAST else 2 * length - 1
-            given = {name: torch.randn(batch, length, channels) for name in states}
-            given[reading.argument("positions")] = torch.randn(1 if reading.option("shared") else batch, rows, of_rows)  # type: ignore[index]
-            real = (
-                torch.arange(length) < torch.tensor([length, *torch.randint(length // 2, length, (batch - 1,)).tolist()])[:, None]
-            )
-            every = torch.ones(batch, 1, length, dtype=torch.bool)
-            pairs = length, length
-            if mask is None:
-                yield Sample(f"{batch} sequences of {length}", given, pairs)
-                continue
-            yield Sample(f"{batch} sequences of {length}", {**given, mask: mask_of(every, means)}, pairs)
-            yield Sample(f"{batch} sequences of {length} with padding", {**given, mask: mask_of(real[:, None], means)}, pairs)
-            window = (torch.arange(length)[:, None] - torch.arange(length)).abs() < 4
-            seen = real[:, None] & window & (torch.eye(length, dtype=torch.bool) | (torch.rand(batch, length, length) < 0.7))
-            yield Sample(
-                f"{batch} sequences of {length}, a mask of pairs", {**given, mask: mask_of(seen, means)}, pairs, real[..., None]
-            )
-        cache = reading.argument("cache")
-        if cache is not None and reading.returns == WITH_CACHE and reading.option("rows") == LATEST:
-            heads, width, past = module_heads(module, reading), reading.option("width"), 6
-            given = {name: torch.randn(1, 4, channels) for name in states}
-            given[reading.argument("positions")] = torch.randn(1, 2 * (4 + past) - 1, of_rows)  # type: ignore[index]
-            given[cache] = torch.randn(1, heads, past, 2 * width)
-            if mask is not None:
-                given[mask] = mask_of(torch.ones(1, 1, 4 + past, dtype=torch.bool), means)
-            yield Sample(f"4 queries behind a cache of {past} keys", given, (4, 4 + past))
+    def sizes(self, module: Any) -> Iterable[tuple[int, int]]:
+        return (2, 9), (1, 5), (3, 23), (1, 130)
 
-    def at_length(self, module: Any, length: int, parent: Any) -> dict[str, Any]:
-        reading = self.reading
-        channels, of_rows = taken(module, reading), taken(module, reading, "position")
-        rows = length if reading.option("rows") == LEGACY_PAST else 2 * length - 1
-        given = {name: torch.empty(1, length, channels, device="meta") for name, role in reading.arguments if role in STATES}
-        given[reading.argument("positions")] = torch.empty(1, rows, of_rows, device="meta")  # type: ignore[index]
-        if (mask := reading.argument("mask")) is not None:
-            dtype = torch.float32 if reading.option("mask") == ADDED else torch.bool
-            given[mask] = torch.empty(1, 1, length, dtype=dtype, device="meta")
-        return given
+    def masks(self, batch: int, length: int) -> Iterator[tuple[str, torch.Tensor | None]]:
+        yield "", self.mask_of(torch.ones(batch, 1, length, dtype=torch.bool))
+        real = padded(batch, length)[:, None]
+        yield " with padding", self.mask_of(real)
+        window = (torch.arange(length)[:, None] - torch.arange(length)).abs() < 4
+        chosen = torch.eye(length, dtype=torch.bool) | (torch.rand(batch, length, length) < 0.7)
+        yield ", a mask of pairs", self.mask_of(real & window & chosen)
 
-    def serves(
+    def example(self, module: Any, batch: int, length: int, mask: torch.Tensor | None) -> dict[str, Any]:
+        rows = length if self.options["rows"] == LEGACY_PAST else 2 * length - 1
+        channels = projections(module)[self.roles["position"]][0]
+        positions = torch.randn(1 if self.options["shared"] else batch, rows, channels)
+        return {**super().example(module, batch, length, mask), self.layout.argument(POSITIONS): positions}  # type: ignore[dict-item]
+
+    def samples(self, module: Any, is_light: bool) -> Iterator[Sample]:
+        yield from super().samples(module, is_light)
+        cache, queries, past = self.layout.argument(CACHE), 4, 6
+        if cache is not None and self.layout.returns == WITH_CACHE and self.options["rows"] == LATEST:
+            mask = self.mask_of(torch.ones(1, 1, queries + past, dtype=torch.bool))
+            given = self.example(module, 1, queries, mask if self.layout.argument(MASK) else None)
+            channels = projections(module)[self.roles["position"]][0]
+            given[self.layout.argument(POSITIONS)] = torch.randn(1, 2 * (queries + past) - 1, channels)  # type: ignore[index]
+            given[cache] = torch.randn(1, self.layout.heads, past, 2 * self.options["width"])
+            yield Sample(f"{queries} queries behind a cache of {past} keys", given, (queries, queries + past))
+
+    def accepts(
         self,
         module: Any,
         query: torch.Tensor,
@@ -110,12 +93,12 @@ class ProjectedPositions(Kind):
     ) -> bool:
         keys = (query if key is None else key).shape[1]
         if cache is not None and cache.numel() > 0:
-            if self.reading.returns != WITH_CACHE or cache.dim() != 4 or self.options["rows"] != LATEST:
+            if self.layout.returns != WITH_CACHE or cache.dim() != 4 or self.options["rows"] != LATEST:
                 return False
             keys += cache.shape[2]
         elif keys != query.shape[1]:
             return False
-        if mask is not None and mask.numel() > 0 and mask.dim() != (4 if self.options["mask"] == ADDED else 3):
+        if mask is not None and mask.numel() > 0 and mask.dim() != (4 if self.options[MASK] == ADDED else 3):
             return False
         rows = keys if self.options["rows"] == LEGACY_PAST else 2 * keys - 1
         tables = 1 if self.options["shared"] else len(query)
@@ -134,7 +117,7 @@ class ProjectedPositions(Kind):
         options = self.options
         key, width = query if key is None else key, options["width"]
         states = (("query", query), ("key", key), ("value", key if value is None else value))
-        q, k, v = (split_heads(self.child(module, *each), width) for each in states)
+        q, k, v = (split_heads(self.part(module, role)(each), width) for role, each in states)
         if cache is not None and cache.numel() > 0:
             past_key, past_value = cache.chunk(2, dim=-1)
             k, v = torch.cat((past_key, k), 2), torch.cat((past_value, v), 2)
@@ -143,30 +126,20 @@ class ProjectedPositions(Kind):
             last = 0
             positions = positions[:, : 1 - first]
         seen = self.seen(mask)
-        if seen is not None and seen.shape[-1] != k.shape[2]:
-            seen = seen[..., : k.shape[2]]
-        u, v_bias = (self.part(module, name).reshape(-1, width) for name in ("content_bias", "position_bias"))
-        out = transformer_xl.attend(
+        out = attend(
             q,
             k,
             v,
-            split_heads(self.child(module, "position", positions), width),
-            u,
-            v_bias,
+            split_heads(self.part(module, "position")(positions), width),
+            *(self.part(module, name).reshape(-1, width) for name in ("content_bias", "position_bias")),
             RelativePositions(first, last, "error" if options["rows"] == LATEST else "zero"),
             options["scale"],
-            attn_mask=seen,
-            dropout_p=self.weights_dropout(module),
+            attn_mask=None if seen is None else seen[..., : k.shape[2]],
+            dropout_p=self.dropout_p(module),
         )
         result = self.output(module, join_heads(out))
-        return (result, torch.cat((k, v), -1)) if self.reading.returns == WITH_CACHE else result
+        return (result, torch.cat((k, v), -1)) if self.layout.returns == WITH_CACHE else result
 
 
-STATES = ("query", "key", "value")
 WITH_CACHE = ("tensor", "tensor")
 """What a forward with a cache returns."""
-
-
-def module_heads(module: Any, reading: Reading) -> int:
-    """The number of heads."""
-    return int(projections(module)[reading.role("query")][1] // reading.option("width"))

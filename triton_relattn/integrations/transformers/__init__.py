@@ -1,9 +1,9 @@
 """The attention of models of Hugging Face transformers on :func:`triton_relattn.fused_relative_attention`, or on
 :func:`triton_relattn.decomposed_relative_attention`.
 
-For each class of a model that has to act differently there is a subclass of the same name: in a file of the family
-(``parakeet.py``, ...) or, if it has no code of its own, as a row of ``rows.py``. :func:`enable` changes the classes of a
-model's modules to these, and :func:`disable` changes them back. Nothing else of the model changes: parameters, hooks,
+Classes of a model that have to act differently have subclasses of the same name. ``classes.py`` says what they do: a row has
+the stock class and a general one, of a file of the family (``parakeet.py``, ...). :func:`enable` changes the classes
+of a model's modules to these, and :func:`disable` changes them back. Nothing else of the model changes: parameters, hooks,
 checkpoints and ``state_dict`` stay. No other model changes.
 """
 
@@ -11,9 +11,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ..._core.removed import refuse
-from ..doors import functions
+from ..enable import functions
+from .classes import LIBRARY as LIBRARY
 from .families import Family, supported_families
-from .replacement import LIBRARY as LIBRARY
 
 if not TYPE_CHECKING:
     __getattr__ = partial(refuse, __name__)

@@ -1,20 +1,24 @@
-"""The self-attention that the Conformers of transformers share: Wav2Vec2-BERT, Wav2Vec2-Conformer, both Seamless M4T."""
+"""Conformers of Wav2Vec2-BERT, Wav2Vec2-Conformer, both Seamless M4T, and FastSpeech2Conformer."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
 from ...positions import RelativePositions
-from ..in_place import fused_relative_attention
-from ..transformer_xl import folded
+from ..calls import is_graph
+from ..compact import Compact
+from ..masks import ChunkedWindow
+from ..operators import attend, drop_probability, folded, fused_relative_attention, join_heads, split_heads
 from . import masks
-from .heads import InPlace, added, attend_evenly, join_heads, split_heads
+from .attention import Attention, additive_mask, attend_evenly, sees_a_key
+from .encoder import Encoder
 
 
-class ConformerAttention(InPlace):
-    """Mixin: the forward, for each ``position_embeddings_type``.
+class ConformerAttention(Attention):
+    """Attention by ``position_embeddings_type``:
 
     .. code-block:: text
 
@@ -24,14 +28,16 @@ class ConformerAttention(InPlace):
     """
 
     def forward(
-        self: Any,
+        self,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         relative_position_embeddings: torch.Tensor | None = None,
         chunks: tuple[int, int] | None = None,
-        **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """hidden_states (B, N, C), relative_position_embeddings (1, 2N - 1, C), chunks: size, left of attend_in_chunks."""
+        """hidden_states (B, N, C), relative_position_embeddings (1, 2N - 1, C).
+
+        chunks: length of a chunk, and number of chunks that a query sees before its own; -1: all.
+        """
         rotated = hidden_states
         if self.position_embeddings_type == "rotary":
             rotated = self._apply_rotary_embedding(hidden_states, relative_position_embeddings)
@@ -52,21 +58,28 @@ class ConformerAttention(InPlace):
 
         term |= {"dropout_p": self.dropout.p if self.training else 0.0, "scale": scale}
         if chunks is None or chunks[0] >= query.shape[2]:
-            out: Any = fused_relative_attention(query, key, value, attn_mask=added(attention_mask, query.dtype), **term)
+            out: Any = fused_relative_attention(query, key, value, attn_mask=additive_mask(attention_mask, query.dtype), **term)
         else:
-            out = attend_in_chunks(query, key, value, attention_mask, *chunks, **term)
+            size, left = chunks
+            real = None if attention_mask is None else attention_mask[:, 0, 0]
+            window = ChunkedWindow(real=real, left=max(left * size, -1), right=0, chunk=size)
+            out = window.attend(functools.partial(fused_relative_attention, **term), query, key, value)
+            if real is not None:
+                # The adapter's convolution mixes queries from which padding hides all with real ones: they see all keys evenly,
+                # also those of other chunks.
+                visible = sees_a_key(window, query.shape[2])[:, None, :, None]
+                out = torch.where(visible, out, attend_evenly(query, key, value, scale))
         return self.linear_out(join_heads(out)), None
 
-    def serves(self: Any, relative_position_embeddings: torch.Tensor | None = None, **given: Any) -> bool:
-        return super().serves(**given) and (
-            relative_position_embeddings is not None or self.position_embeddings_type not in ("relative", "rotary")
-        )
+    def serves(self, relative_position_embeddings: Any = None) -> bool:  # type: ignore[override]
+        needs_embeddings = self.position_embeddings_type in ("relative", "rotary")
+        return super().serves() and (not needs_embeddings or relative_position_embeddings is not None)
 
     @property
-    def longest(self: Any) -> int:
+    def longest(self) -> int:
         return max(getattr(self, "left_max_position_embeddings", 0) or 0, 30) + 10
 
-    def example(self: Any, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
+    def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
         width = self.linear_q.in_features
         mask = masks.example(getattr(self, "config", None), batch, length, real)
         given = {"hidden_states": torch.randn(batch, length, width), "attention_mask": mask}
@@ -77,38 +90,57 @@ class ConformerAttention(InPlace):
         return given
 
 
-def attend_in_chunks(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    size: int,
-    left: int,
-    **term: Any,
-) -> torch.Tensor:
-    """Compute attention in which a query sees its own chunk of ``size`` keys and ``left`` chunks before it; left = -1: all.
+class SeamlessMask(Compact):
+    """A mask of padding, in place of one of chunks (B, 1, N, N), which transformers knows as complete by its four dimensions."""
 
-    A query from which padding hides all of these sees all keys evenly, those of other chunks, too. The adapter of Seamless M4T v2
-    depends on it: its convolution mixes such frames with real ones.
-    """
-    length = query.shape[2]
-    parts: list[Any] = []
-    for start in range(0, length, size):
-        stop, first = min(start + size, length), max(start - left * size, 0) if left >= 0 else 0
-        seen = slice(first, stop)
-        mask = None if attention_mask is None else attention_mask[..., seen]
-        parts.append(
-            fused_relative_attention(
-                query[:, :, start:stop],
-                key[:, :, seen],
-                value[:, :, seen],
-                attn_mask=mask,
-                query_offset=start - first,
-                return_lse=True,
-                **term,
-            )
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == torch.Tensor.shape.__get__:  # type: ignore[attr-defined]
+            return (1, 1, 1, 1) if args[0].is_none else args[0].small.shape
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class SeamlessM4Tv2Encoder(Encoder):
+    """Encoder that passes the chunks, which the stock encoder puts in a mask (B, 1, N, N), to its attention."""
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        size, left = self.config.speech_encoder_chunk_size, self.config.speech_encoder_left_chunk_num
+        chunks = None if size is None else (size, left)
+        return super().forward(hidden_states, attention_mask, chunks=chunks, **kwargs)  # type: ignore[misc]
+
+    def _apply_chunk_attention(self, attention_mask: torch.Tensor | None, hidden_states: torch.Tensor) -> Any:
+        make = super()._apply_chunk_attention  # type: ignore[misc]
+        if is_graph():
+            return make(attention_mask, hidden_states)
+        small = None if attention_mask is None else attention_mask[:, None, None].bool()
+        return SeamlessMask.of(small, lambda _: make(attention_mask, hidden_states))
+
+
+class FastSpeech2ConformerAttention(Attention):
+    """(q_i + u) . k_j + (q_i + v) . R[j - i], both scaled; R, a row per distance and head, projected sinusoids."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        pos_emb: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, None]:
+        """hidden_states (B, N, C), attention_mask (B, 1, N), pos_emb (1, 2N - 1, C)."""
+        last = hidden_states.shape[1] - 1
+        out = attend(
+            split_heads(self.linear_q(hidden_states), self.head_dim),
+            split_heads(self.linear_k(hidden_states), self.head_dim),
+            split_heads(self.linear_v(hidden_states), self.head_dim),
+            split_heads(self.linear_pos(pos_emb), self.head_dim),
+            self.pos_bias_u,
+            self.pos_bias_v,
+            RelativePositions(-last, last),
+            attn_mask=None if attention_mask is None else attention_mask[:, None].ne(0),
+            dropout_p=drop_probability(self.dropout),
         )
-    out, lse = (torch.cat(each, 2) for each in zip(*parts, strict=True))
-    if attention_mask is None:
-        return out
-    return torch.where(torch.isneginf(lse)[..., None], attend_evenly(query, key, value, term["scale"]), out)
+        return self.linear_out(join_heads(out)), None
+
+    def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
+        width = self.linear_q.in_features
+        given = {"hidden_states": torch.randn(batch, length, width), "pos_emb": torch.randn(1, 2 * length - 1, width)}
+        return {**given, "attention_mask": None if real is None else real[:, None]}

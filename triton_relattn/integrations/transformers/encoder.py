@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 try:
     from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 except ImportError:  # before transformers 5.2
     from transformers.utils.generic import _CAN_RECORD_REGISTRY
 
-from .. import every
 from ..compact import STOCK_READS
+from ..enable import enable_in
 from ..replacement import PassesOn
 from .masks import PADDING_IF_THAT_IS_ALL, view
 
@@ -51,18 +51,23 @@ class Encoder(PassesOn):
 
     mask_function: str | None = PADDING_IF_THAT_IS_ALL
 
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Return an attribute of the stock class."""
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # transformers looks up by class what output_hidden_states and the like may record, and enters it when a model is made.
+        # transformers looks up by class what output_hidden_states and the like may record, and enters it when a model is built.
         dict.__setitem__(_CAN_RECORD_REGISTRY, str(cls), getattr(cls, "_can_record_outputs", None))
-        if hasattr(cls, "forward"):
-            cls.forward = with_weights(cls.forward)
+        if "stock_class" in vars(cls):
+            cls.forward = with_weights(cls.forward)  # type: ignore[attr-defined]
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         """Make a model of an enabled model's class, and enable it. Its config may be that of the enabled model."""
         super().__init__(getattr(config, "stock", config), *args, **kwargs)  # type: ignore[call-arg]
         self.__class__ = self.stock_class
-        every.enable_in(self, (), True, ("transformers",), structures=False)
+        enable_in(self, (), True, ("transformers",), structures=False)
 
     def on_enable(self: Any) -> None:
         if self.mask_function and hasattr(self, "config"):

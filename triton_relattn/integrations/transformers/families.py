@@ -1,4 +1,4 @@
-"""The families of models that :func:`enable` knows, a line for each."""
+"""The families of models that :func:`enable` knows, a line per family."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def supported_families() -> tuple[Family, ...]:
 
 
 def table() -> str:
-    """Return the families as text, a line for each."""
-    rows = [("family", "adds to q · k", "since"), *((each.name, each.adds, each.since) for each in FAMILIES)]
+    """Return the families as text, a line per family."""
+    rows = [("family", "adds to q · k", "since"), *((family.name, family.adds, family.since) for family in FAMILIES)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

@@ -11,6 +11,7 @@ import copy
 import functools
 import inspect
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,8 +35,7 @@ from ..compact import STOCK_READS, Compact
 
 PADDING, PADDING_IF_THAT_IS_ALL = "triton_relattn_padding", "triton_relattn"
 SHOWN, HIDDEN = "triton_relattn_shown", "triton_relattn_hidden"
-
-
+"""Names of the functions below for transformers, in place of an attention implementation's."""
 COLLECTS = _active_collector is not None
 """Whether transformers collects attention weights around the layers."""
 
@@ -44,7 +44,7 @@ def collects_weights() -> bool:
     """Return whether the weights of this call are collected, which only the stock forward computes."""
     if not COLLECTS or (torch.compiler.is_compiling() and not _active_collector.compiling):  # whose ContextVar cannot be traced
         return False
-    return any("attentions" in each for each in _active_collector.get() or ())
+    return any("attentions" in names for names in _active_collector.get() or ())
 
 
 STOCK_READS.append(collects_weights)
@@ -57,10 +57,10 @@ def stock_mask(arguments: dict[str, Any]) -> Any:
     return ALL_MASK_ATTENTION_FUNCTIONS[name](**arguments)
 
 
-def compact(small: torch.Tensor | None, arguments: dict[str, Any]) -> Any:
+def with_dense(kind: type[Compact], small: torch.Tensor | None, arguments: dict[str, Any]) -> Any:
     """Return a small mask that knows the stock one, as a tensor in any case."""
     given = {**arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    return Compact.of(small, lambda _: stock_mask(given))
+    return kind.of(small, lambda _: stock_mask(given))
 
 
 class Padding(Compact):
@@ -81,48 +81,40 @@ class Padding(Compact):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def real_keys(attention_mask: torch.Tensor | None, kv_length: int, kv_offset: int, **_: Any) -> torch.Tensor | None:
+def real_keys(arguments: dict[str, Any]) -> torch.Tensor | None:
     """Return the mask (B, 1, 1, Nk), True where a key is not padding; None if there is no padding."""
-    if attention_mask is None:
+    real, first = arguments["attention_mask"], arguments["kv_offset"]
+    end = first + arguments["kv_length"]
+    if real is None:
         return None
-    missing = kv_offset + kv_length - attention_mask.shape[-1]
-    real = pad(attention_mask, (0, missing)) if missing > 0 else attention_mask  # keys to come, of a static cache
-    return real[:, None, None, kv_offset : kv_offset + kv_length].bool()
+    if end > real.shape[-1]:  # keys to come, of a static cache
+        real = pad(real, (0, end - real.shape[-1]))
+    return real[:, None, None, first:end].bool()  # type: ignore[no-any-return]
 
 
 def padding(**arguments: Any) -> Any:
     """Return the mask (B, 1, 1, Nk) of an encoder whose attention knows all else that is hidden; None if there is no padding."""
     if is_graph():
         return stock_mask(arguments)
-    return compact(real_keys(**arguments), arguments)
+    return with_dense(Padding, real_keys(arguments), arguments)
 
 
-def padding_if_that_is_all(**arguments: Any) -> Any:
+def padding_if_that_is_all(*, is_needed: bool = False, is_inverted: bool = False, **arguments: Any) -> Any:
     """Return (B, 1, 1, Nk) for full attention, and (B, Nk) for causal attention, whose windows the modules know themselves.
 
     Everything else (packed sequences, a user's mask functions) gives the bool mask (B, 1, Nq, Nk) of sdpa. So a mask of four
     dimensions tells attention modules all that is hidden, even if a user has given it.
+
+    is_needed: without padding the mask is all True, not None. is_inverted: it is True where a key is hidden.
     """
-    return stock_mask(arguments) if is_graph() else _padding_if_that_is_all(arguments, needs_all=False, is_hidden=False)
-
-
-def shown(**arguments: Any) -> Any:
-    """Return :func:`padding_if_that_is_all`; if there is no padding, a mask that is all True."""
-    return stock_mask(arguments) if is_graph() else _padding_if_that_is_all(arguments, needs_all=True, is_hidden=False)
-
-
-def hidden(**arguments: Any) -> Any:
-    """Return the inverse of :func:`shown`."""
-    return stock_mask(arguments) if is_graph() else _padding_if_that_is_all(arguments, needs_all=True, is_hidden=True)
-
-
-def _padding_if_that_is_all(arguments: dict[str, Any], needs_all: bool, is_hidden: bool) -> Any:
-    function, no_more = arguments["mask_function"], arguments.get("allow_is_causal_skip", False)
-    in_causal_window = arguments.get("local_size") is not None and no_more
+    if is_graph():
+        return stock_mask(arguments)
+    function = arguments["mask_function"]
     is_full = function is bidirectional_mask_function
-    if is_full or function is causal_mask_function or in_causal_window:
-        mask = real_keys(**arguments)
-        if mask is None and needs_all:
+    is_window = arguments.get("local_size") is not None and arguments.get("allow_is_causal_skip", False)
+    if is_full or is_window or function is causal_mask_function:
+        mask = real_keys(arguments)
+        if mask is None and is_needed:
             shape = arguments["batch_size"], 1, 1, arguments["kv_length"]
             mask = torch.ones(shape, dtype=torch.bool, device=arguments.get("device"))
         if mask is None and is_full:  # as stock encoders may have it
@@ -130,7 +122,17 @@ def _padding_if_that_is_all(arguments: dict[str, Any], needs_all: bool, is_hidde
         mask = mask if mask is None or is_full else mask[:, 0, 0]
     else:
         mask = sdpa_mask(**{**arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
-    return compact(~mask if is_hidden and mask is not None else mask, arguments)
+    return with_dense(Compact, ~mask if is_inverted and mask is not None else mask, arguments)
+
+
+MASK_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    PADDING: padding,
+    PADDING_IF_THAT_IS_ALL: padding_if_that_is_all,
+    SHOWN: functools.partial(padding_if_that_is_all, is_needed=True),
+    HIDDEN: functools.partial(padding_if_that_is_all, is_needed=True, is_inverted=True),
+}
+for name, mask_function in MASK_FUNCTIONS.items():
+    AttentionMaskInterface.register(name, mask_function)
 
 
 EAGER = types.SimpleNamespace(_attn_implementation="eager")
@@ -166,10 +168,6 @@ def example(
     else:  # before transformers 5.4
         arguments["cache_position"] = torch.arange(length)
     return ALL_MASK_ATTENTION_FUNCTIONS[name](**arguments)
-
-
-for name, function in ((PADDING, padding), (PADDING_IF_THAT_IS_ALL, padding_if_that_is_all), (SHOWN, shown), (HIDDEN, hidden)):
-    AttentionMaskInterface.register(name, function)
 
 
 @functools.cache

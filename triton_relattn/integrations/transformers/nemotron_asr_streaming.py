@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
-from transformers import AttentionMaskInterface
+from torch.nn.functional import pad
 from transformers.models.nemotron_asr_streaming import modeling_nemotron_asr_streaming as stock
 
 from ...positions import RelativePositions
 from ..calls import is_graph
 from ..compact import Compact, dense_of
+from ..masks import ChunkedWindow
+from ..operators import attend, join_heads, split_heads
 from ..replacement import PassesOn, argument_name
-from ..transformer_xl import attend
-from . import masks
-from .chunks import Chunks
+from .attention import Attention, first_position, query_key_value, sees_a_key
 from .encoder import Encoder
-from .heads import InPlace, join_heads, query_key_value, split_heads
+from .masks import PADDING
 
 CACHE = argument_name(stock.NemotronAsrStreamingEncoderBlock.forward, "cache")
 
 
-class NemotronAsrStreamingEncoderAttention(InPlace, stock.NemotronAsrStreamingEncoderAttention):
+class StreamingAttention(Attention):
     """(q_i + u) . k_j + (q_i + v) . R[j - i], both scaled; a frame sees its chunk and some chunks before it.
 
-    Each chunk of queries is a batch entry, with a copy of the keys that it sees. R, a row per distance and head, is made of
-    sinusoids; only the rows of distances that are seen are projected.
+    R, a row per distance and head, is projected from sinusoids; only the rows of distances between visible frames are projected.
     """
+
+    small = ("attention_mask",)
+    constants = ("position_embeddings",)  # of which all sequences have the same
 
     def forward(
         self,
@@ -34,49 +37,42 @@ class NemotronAsrStreamingEncoderAttention(InPlace, stock.NemotronAsrStreamingEn
         position_embeddings: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         cache: Any = None,
-        chunks: tuple[int, int] | None = None,
-        **kwargs: Any,
+        chunks: tuple[int, int] = (1, 0),
     ) -> tuple[torch.Tensor, None]:
-        """hidden_states (B, Nq, C), position_embeddings (B, 2Nk - 1, C), attention_mask bool (B, 1, 1, Nk), True of frames."""
+        """hidden_states (B, Nq, C), position_embeddings (B, 2Nk - 1, C), attention_mask bool (B, 1, 1, Nk), True of frames.
+
+        chunks: length of a chunk, and number of chunks that a query sees before its own.
+        """
         query, key, value = query_key_value(self, hidden_states)
-        cut = Chunks(chunks, cache, self.layer_idx, query.shape[2])
+        first, forgotten = first_in_chunks(chunks, cache, self.layer_idx, query.shape[2])
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        if attention_mask is None:
-            attention_mask = key.new_ones(len(key), 1, 1, key.shape[2], dtype=torch.bool)
-        states = cut.of_queries(query), cut.of_keys(key), cut.of_keys(value), cut.of_keys(attention_mask.mT).mT
-        query, key, value, mask = (each.flatten(0, 1) for each in states)
+        real = key.new_ones(len(key), key.shape[2], dtype=torch.bool) if attention_mask is None else attention_mask[:, 0, 0]
+        window = chunk_window(real, chunks, first, forgotten)
+        key, value = (pad(states, (0, 0, forgotten, 0)) for states in (key, value))
 
         differ = self.training and self.config.dropout_positions > 0
         last = (position_embeddings.shape[1] - 1) // 2
-        ends = max(-last, 1 - cut.seen), min(last, cut.size - 1)
+        left, right = window.window
+        ends = max(-last, -left), min(last, right)
         rows = position_embeddings[slice(None) if differ else slice(1), last + ends[0] : last + ends[1] + 1]
-        rel_keys = split_heads(self.relative_k_proj(rows), self.head_dim)
-        out = attend(
-            query,
-            key,
-            value,
-            rel_keys,
-            self.bias_u,
-            self.bias_v,
-            RelativePositions(*ends),
-            self.scaling,
-            attn_mask=mask,
-            query_offset=cut.left * cut.size,
+        operator = functools.partial(
+            attend,
+            rel_keys=split_heads(self.relative_k_proj(rows), self.head_dim),
+            u=self.bias_u,
+            v=self.bias_v,
+            positions=RelativePositions(*ends),
+            scale=self.scaling,
             dropout_p=self.attention_dropout if self.training else 0.0,
             enable_gqa=True,
         )
-        return self.o_proj(join_heads(cut.joined(out))), None
+        return self.o_proj(join_heads(window.attend(operator, query, key, value))), None
 
-    small = ("attention_mask",)
-
-    def serves(self, chunks: tuple[int, int] | None = None, **given: Any) -> bool:
-        return super().serves(**given) and chunks is not None
+    def serves(self, chunks: tuple[int, int] | None = None) -> bool:  # type: ignore[override]
+        return super().serves() and chunks is not None
 
     def keys_of_a_query(self, keys: int) -> int:
-        return min(keys, self.config.sliding_window + 1)
-
-    constants = ("position_embeddings",)  # of which all sequences have the same
+        return min(keys, self.config.sliding_window + 1)  # type: ignore[no-any-return]
 
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
         size, left = chunks = 4, 2
@@ -93,22 +89,26 @@ class NemotronAsrStreamingEncoderAttention(InPlace, stock.NemotronAsrStreamingEn
         }
 
 
-def padding(**arguments: Any) -> Any:
-    """Return the mask of an encoder, (B, 1, 1, Nk)."""
-    mask = masks.padding(**arguments)
-    return masks.Padding.of(mask.small, lambda _: mask.dense()) if isinstance(mask, Compact) else mask
+def first_in_chunks(chunks: tuple[int, int], cache: Any, layer: int, queries: int) -> tuple[int, int]:
+    """Return the position of the first query, counted from the chunk in which the keys begin, and how many keys of that chunk a
+    cache has forgotten. Call this before the cache is updated."""
+    first_key = 0 if cache is None else cache.get_mask_sizes(queries, layer)[1]
+    forgotten = first_key % chunks[0]
+    return int(first_position(cache, layer)) - first_key + forgotten, forgotten
 
 
-NAME = "triton_relattn_chunks"
-AttentionMaskInterface.register(NAME, padding)
+def chunk_window(real: torch.Tensor, chunks: tuple[int, int], first: int, forgotten: int) -> ChunkedWindow:
+    """Return what queries see of keys (B, Nk), True of frames, before which there are some that were forgotten."""
+    size, left = chunks
+    return ChunkedWindow(real=pad(real, (forgotten, 0)), left=left * size, right=0, chunk=size, first=first)
 
 
-class NemotronAsrStreamingEncoderBlock(PassesOn, stock.NemotronAsrStreamingEncoderBlock):
+class StreamingBlock(PassesOn):
     """Layer in which frames that see no real frame are set to zero before the convolution. The stock encoder finds these frames
     in its (B, 1, N, N) mask."""
 
     def forward(
-        self,
+        self: Any,
         hidden_states: torch.Tensor,
         attention_mask: Any = None,
         all_masked_rows: torch.Tensor | None = None,
@@ -120,30 +120,24 @@ class NemotronAsrStreamingEncoderBlock(PassesOn, stock.NemotronAsrStreamingEncod
         if small is None and attention_mask is not None:
             all_masked_rows = None  # without padding, each frame sees itself
         elif small is not None and small.shape[2] == 1 and chunks is not None:
-            cut = Chunks(chunks, kwargs.get(CACHE), self.self_attn.layer_idx, hidden_states.shape[1])
-            sees = cut.of_keys(small.mT).any(3, keepdim=True).expand(-1, -1, -1, cut.size, -1)
-            all_masked_rows = ~cut.joined(sees.flatten(0, 1))[..., 0]
+            queries = hidden_states.shape[1]
+            offsets = first_in_chunks(chunks, kwargs.get(CACHE), self.self_attn.layer_idx, queries)
+            all_masked_rows = ~sees_a_key(chunk_window(small[:, 0, 0], chunks, *offsets), queries)[:, None]
         given = {"attention_mask": attention_mask, "all_masked_rows": dense_of(all_masked_rows)}
-        out: torch.Tensor = super().forward(hidden_states, **given, **kwargs, **({} if chunks is None else {"chunks": chunks}))
-        return out
+        if chunks is not None:
+            kwargs["chunks"] = chunks
+        return super().forward(hidden_states, **given, **kwargs)  # type: ignore[misc, no-any-return]
 
 
-class NemotronAsrStreamingEncoder(Encoder, stock.NemotronAsrStreamingEncoder):
+class StreamingEncoder(Encoder):
     """Encoder with a mask of padding only; it passes the chunks, which the stock encoder puts in a mask (B, 1, N, N), to its
     attention."""
 
-    mask_function = NAME
+    mask_function = PADDING
 
     def forward(self, *args: Any, num_lookahead_tokens: int | None = None, **kwargs: Any) -> Any:
         if not is_graph():
             left, right = self._resolve_attn_context(num_lookahead_tokens)
             if left >= 0:  # else all chunks see all before them
                 kwargs["chunks"] = (right + 1, left // (right + 1))
-        return super().forward(*args, num_lookahead_tokens=num_lookahead_tokens, **kwargs)
-
-
-CLASSES = {
-    stock.NemotronAsrStreamingEncoderAttention: NemotronAsrStreamingEncoderAttention,
-    stock.NemotronAsrStreamingEncoderBlock: NemotronAsrStreamingEncoderBlock,
-    stock.NemotronAsrStreamingEncoder: NemotronAsrStreamingEncoder,
-}
+        return super().forward(*args, num_lookahead_tokens=num_lookahead_tokens, **kwargs)  # type: ignore[misc]

@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 import torch
-from torch import nn
+from torch.nn import functional
 from transformers.models.parakeet import modeling_parakeet as stock
 
 try:
@@ -19,13 +19,13 @@ except ImportError:  # before transformers 5.2
 from ...positions import RelativePositions
 from ..calls import is_graph
 from ..compact import Compact, is_small
-from ..transformer_xl import attend
+from ..operators import attend, join_heads, split_heads
+from .attention import Attention, attend_evenly, query_key_value
 from .encoder import Encoder
-from .heads import InPlace, attend_evenly, join_heads, query_key_value, split_heads
 from .masks import Padding
 
 
-class ParakeetEncoderAttention(InPlace, stock.ParakeetEncoderAttention):
+class ParakeetAttention(Attention):
     """(q_i + u) . k_j + (q_i + v) . R[j - i], both scaled; R, a row per distance and head, projected sinusoids."""
 
     def forward(
@@ -33,7 +33,6 @@ class ParakeetEncoderAttention(InPlace, stock.ParakeetEncoderAttention):
         hidden_states: torch.Tensor,
         position_embeddings: torch.Tensor | None,
         attention_mask: torch.Tensor | None = None,
-        **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """hidden_states (B, N, C), position_embeddings (B, 2N - 1, C) or one for all, (1, 2N - 1, C).
 
@@ -58,26 +57,26 @@ class ParakeetEncoderAttention(InPlace, stock.ParakeetEncoderAttention):
         if attention_mask is not None:  # Nemotron H Omni reads a row of padding
             attends = attention_mask.mT if attention_mask.shape[2] == 1 else attention_mask.any(-1, keepdim=True)
             query = (query + self.bias_u[:, None]).to(query.dtype)
-            key, value = (stock.repeat_kv(each, self.num_key_value_groups) for each in (key, value))
+            key, value = (states.repeat_interleave(self.num_key_value_groups, 1) for states in (key, value))
             out = torch.where(attends, out, attend_evenly(query, key, value, self.scaling))
         return self.o_proj(join_heads(out)), None
 
-    def serves(self, attention_mask: torch.Tensor | None = None, **given: Any) -> bool:
+    def serves(self, attention_mask: Any = None) -> bool:  # type: ignore[override]
         """Return whether ours computes a call: a mask (B, 1, 1, N) of the user's hides keys alone."""
-        return super().serves(**given) and (is_small(attention_mask) or attention_mask.shape[2] > 1)  # type: ignore[union-attr]
+        return super().serves() and (is_small(attention_mask) or attention_mask.shape[2] > 1)
 
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
         states = torch.randn(batch, length, self.config.hidden_size)
-        rows = for_all(torch.randn(1, 2 * length - 1, self.config.hidden_size), batch)
-        return {"hidden_states": states, "position_embeddings": rows, "attention_mask": mask_of(real)}
+        rows = shared_positions(torch.randn(1, 2 * length - 1, self.config.hidden_size), batch)
+        return {"hidden_states": states, "position_embeddings": rows, "attention_mask": padding_mask(real)}
 
 
-def for_all(position_embeddings: torch.Tensor, batch: int) -> Any:
+def shared_positions(position_embeddings: torch.Tensor, batch: int) -> Any:
     """Return positions (1, 2N - 1, C) that all sequences share, of which the stock encoder makes a copy each."""
     return Compact.of(position_embeddings, lambda small: small.expand(batch, -1, -1))
 
 
-def mask_of(real: torch.Tensor | None) -> Any:
+def padding_mask(real: torch.Tensor | None) -> Any:
     """Return the mask (B, 1, 1, N) of real frames (B, N); padding is hidden both as key and as query."""
     return None if real is None else Padding.of(real[:, None, None, :], lambda small: small & small.mT)
 
@@ -85,7 +84,7 @@ def mask_of(real: torch.Tensor | None) -> Any:
 RETURNS_MASK = inspect.signature(stock.ParakeetEncoder.forward).parameters["output_attention_mask"].default
 
 
-class ParakeetEncoder(Encoder, stock.ParakeetEncoder):
+class ParakeetEncoder(Encoder):
     """Encoder whose mask stays (B, 1, 1, N); all sequences have one table of positions unless dropout makes them differ."""
 
     mask_function = None
@@ -107,16 +106,16 @@ class ParakeetEncoder(Encoder, stock.ParakeetEncoder):
         hidden_states = self.subsampling(input_features, attention_mask) * self.input_scale
         positions_differ = self.training and self.dropout_positions > 0
         position_embeddings = self.encode_positions(hidden_states if positions_differ else hidden_states[:1])
-        hidden_states = nn.functional.dropout(hidden_states, self.dropout, self.training)
-        position_embeddings = nn.functional.dropout(position_embeddings, self.dropout_positions, self.training)
+        hidden_states = functional.dropout(hidden_states, self.dropout, self.training)
+        position_embeddings = functional.dropout(position_embeddings, self.dropout_positions, self.training)
 
         if len(position_embeddings) < len(hidden_states):
-            position_embeddings = for_all(position_embeddings, len(hidden_states))
+            position_embeddings = shared_positions(position_embeddings, len(hidden_states))
 
         output_mask = None
         if attention_mask is not None:
             output_mask = self._get_output_attention_mask(attention_mask, target_length=hidden_states.shape[1])
-        mask = mask_of(output_mask)
+        mask = padding_mask(output_mask)
         for layer in self.layers:
             skipped = self.training and self.layerdrop > 0 and bool(torch.rand([]) < self.layerdrop)
             if not skipped:
@@ -126,9 +125,3 @@ class ParakeetEncoder(Encoder, stock.ParakeetEncoder):
             last_hidden_state=hidden_states,
             attention_mask=output_mask.int() if output_mask is not None and output_attention_mask else None,
         )
-
-
-CLASSES = {
-    stock.ParakeetEncoderAttention: ParakeetEncoderAttention,
-    stock.ParakeetEncoder: ParakeetEncoder,
-}

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from transformers.models.phi4_multimodal import modeling_phi4_multimodal as stock
 
 from ...positions import RelativePositions
 from ..compact import rows
-from ..in_place import fused_relative_attention
+from ..operators import fused_relative_attention, join_heads
+from .attention import Attention, query_key_value
 from .encoder import Encoder
-from .heads import InPlace, join_heads, query_key_value
 
 
 class Bias(NamedTuple):
@@ -38,26 +37,27 @@ class Bias(NamedTuple):
         return bias if self.mask is None else self.mask + bias
 
 
-class Phi4MultimodalAudioAttention(InPlace, stock.Phi4MultimodalAudioAttention):
+class AudioAttention(Attention):
     """q_i . k_j, scaled, + b[j - i], distances clipped; one table for all layers.
 
     As in the stock model, a bool mask hides nothing: it is added, so the logits of keys that it shows are larger by 1.
     """
 
-    def forward(self, hidden_states: torch.Tensor, attention_mask: Bias, **kwargs: Any) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, attention_mask: Bias) -> torch.Tensor:
         """hidden_states (B, N, C), attention_mask a Bias; stock layers get (B, H, N, N)."""
+        mask = attention_mask.mask
         out: Any = fused_relative_attention(
             *query_key_value(self, hidden_states),
             rel_bias=attention_mask.table,
             positions=attention_mask.positions,
-            attn_mask=None if attention_mask.mask is None else attention_mask.mask.to(hidden_states.dtype),
+            attn_mask=None if mask is None else mask.to(hidden_states.dtype) - 1,  # softmax ignores what all keys have
             dropout_p=self.attention_dropout if self.training else 0.0,
             scale=self.scaling,
         )
         return self.o_proj(join_heads(out))
 
-    def serves(self, attention_mask: Any, **given: Any) -> bool:  # type: ignore[override]
-        return super().serves(**given) and isinstance(attention_mask, Bias)
+    def serves(self, attention_mask: Any) -> bool:  # type: ignore[override]
+        return super().serves() and isinstance(attention_mask, Bias)
 
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
         table = torch.randn(self.config.num_attention_heads, 21)
@@ -65,10 +65,10 @@ class Phi4MultimodalAudioAttention(InPlace, stock.Phi4MultimodalAudioAttention):
         return {"hidden_states": torch.randn(batch, length, self.config.hidden_size), "attention_mask": Bias(table, length, mask)}
 
 
-class Phi4MultimodalAudioRelativeAttentionBias(InPlace, stock.Phi4MultimodalAudioRelativeAttentionBias):
-    """Biases (H, R), a row for each distance that occurs, up to the clipped one, instead of (1, H, N, N)."""
+class RelativeAttentionBias(Attention):
+    """Biases (H, R), a row per distance that occurs, up to the clipped one, instead of (1, H, N, N)."""
 
-    def forward(self, x: torch.Tensor) -> Bias:  # type: ignore[override]
+    def forward(self, x: torch.Tensor) -> Bias:
         last = min(x.shape[1], self.max_distance) - 1
         distances = torch.arange(-self.max_distance if x.shape[1] > self.max_distance else -last, last + 1, device=x.device)
         slots = distances.abs() if self.symmetric else distances + self.num_buckets // 2
@@ -84,19 +84,12 @@ class Phi4MultimodalAudioRelativeAttentionBias(InPlace, stock.Phi4MultimodalAudi
         return {"x": torch.randn(batch, length, 8)}
 
 
-class Phi4MultimodalAudioModel(Encoder, stock.Phi4MultimodalAudioModel):
+class AudioModel(Encoder):
     """Encoder that cuts sequences into pieces of 500 frames. Its mask is (B, 1, N) if there is one chunk, else (B, N, N)."""
 
     mask_function = None
 
     def _streaming_mask(self, seq_len: int, batch_size: int, chunk_size: int, left_chunk: int) -> torch.Tensor:
         if chunk_size > 0:
-            return super()._streaming_mask(seq_len, batch_size, chunk_size, left_chunk)
+            return super()._streaming_mask(seq_len, batch_size, chunk_size, left_chunk)  # type: ignore[misc, no-any-return]
         return torch.ones(batch_size, 1, seq_len, dtype=torch.bool)
-
-
-CLASSES = {
-    stock.Phi4MultimodalAudioAttention: Phi4MultimodalAudioAttention,
-    stock.Phi4MultimodalAudioRelativeAttentionBias: Phi4MultimodalAudioRelativeAttentionBias,
-    stock.Phi4MultimodalAudioModel: Phi4MultimodalAudioModel,
-}

@@ -1,4 +1,4 @@
-"""T5, and the attention of its descendants: mT5, UMT5, Switch Transformers, Pop2Piano, Pix2Struct's text decoder."""
+"""T5, mT5, UMT5, Switch Transformers, Pop2Piano, Pix2Struct's text decoder, LongT5's decoder."""
 
 from __future__ import annotations
 
@@ -7,135 +7,153 @@ import sys
 from typing import Any
 
 import torch
-from transformers.models.t5 import modeling_t5 as stock
+from transformers.cache_utils import EncoderDecoderCache
 
 from ... import tables
 from ...positions import RelativePositions
 from ..compact import Compact, dense_of, rows
-from ..in_place import fused_relative_attention
+from ..operators import fused_relative_attention, join_heads, split_heads
 from . import masks
-from .encoder import Encoder
-from .heads import (
-    InPlace,
-    added,
-    attend_to_past,
-    first_position,
-    is_causal,
-    join_heads,
-    keys_and_values,
-    split_heads,
-)
+from .attention import Attention, additive_mask, causal_attention, first_position, hides_future
 
-MOST = 500
+LONGEST = 500
 """Positions that are compared at most."""
 
 
-def has_mask(module: Any) -> bool:
-    """Return whether stock layers pass on biases to which the mask is added, and no weights: before transformers 5.21."""
-    return not hasattr(sys.modules[type(module).__bases__[-1].__module__], "eager_attention_forward")
-
-
-def sees_the_past(module: Any, others: Any = None) -> bool:
-    """Return whether attention is causal: before transformers 5.21 that of decoders to their own states, without being told."""
-    found: bool = getattr(module, "is_causal", getattr(module, "is_decoder", True) and others is None)
-    return found
-
-
-def with_mask(module: Any, bias: Any, mask: Any) -> Any:
-    """Return what layers pass on, to which those of older versions add the mask."""
-    if mask is None or not isinstance(bias, Compact) or not has_mask(module):
-        return bias
-    return Compact.of(bias.small, lambda small: bias.changed(small).dense() + dense_of(mask)[..., : bias.shape[-1]])
-
-
-class BucketedAttention(InPlace):
-    """Mixin: q_i . k_j + b[bucket(j - i)], not scaled; in cross attention q_i . k_j alone.
+class BucketedAttention(Attention):
+    """q_i . k_j + b[bucket(j - i)], not scaled; in cross attention q_i . k_j alone.
 
     The first layer makes b, biases (H, R) of distances up to relative_attention_max_distance, beyond which they do not change,
     and passes it on to the others. Stock layers pass on (1, H, Nq, Nk), with the mask added to it before transformers 5.21.
     """
 
     projections = ("q", "k", "v", "o")
-    mask_name, bias_name = "mask", "position_bias"
+    small = ("position_bias",)
 
     def forward(
-        self: Any,
+        self,
         hidden_states: torch.Tensor,
         mask: torch.Tensor | None = None,
         key_value_states: torch.Tensor | None = None,
         position_bias: torch.Tensor | None = None,
         cache: Any = None,
-        **kwargs: Any,
+        is_causal: bool | None = None,
     ) -> tuple[Any, ...]:
         """hidden_states (B, Nq, C); key_value_states (B, Nk, C) of an encoder, for cross attention; position_bias (H, R)."""
-        project_query, *project, project_out = (getattr(self, name) for name in self.projections)
+        project_query, _, _, project_out = (getattr(self, name) for name in self.projections)
         query = split_heads(project_query(hidden_states), self.key_value_proj_dim)
         offset = first_position(cache, self.layer_idx)
-        key, value = keys_and_values(self, project, hidden_states, key_value_states, cache, width=self.key_value_proj_dim)
+        key, value = self.keys_and_values(hidden_states, key_value_states, cache)
         passed_on = position_bias
         if position_bias is None and self.has_relative_attention_bias:
-            position_bias = self.table(hidden_states.device)
+            position_bias = self.bias_table(hidden_states.device)
             passed_on = self.small_bias(position_bias, query.shape[2], key.shape[2], offset)
-        term: dict[str, Any] = {"scale": getattr(self, "scaling", 1.0), "dropout_p": self.dropout if self.training else 0.0}
+        options: dict[str, Any] = {"scale": getattr(self, "scaling", 1.0), "dropout_p": self.dropout if self.training else 0.0}
         if position_bias is not None:
-            term |= {"rel_bias": position_bias, "positions": self.positions(), "query_offset": offset}
+            options |= {"rel_bias": position_bias, "positions": self.positions(), "query_offset": offset}
         if sees_the_past(self, key_value_states):
-            term["is_causal"] = is_causal(mask, kwargs, getattr(self, "config", None))
-            out: Any = attend_to_past(query, key, value, mask, **term)
+            options["is_causal"] = hides_future(mask, is_causal, getattr(self, "config", None))
+            out: Any = causal_attention(query, key, value, mask, **options)
         else:
-            out = fused_relative_attention(query, key, value, attn_mask=added(mask, query.dtype), **term)
+            out = fused_relative_attention(query, key, value, attn_mask=additive_mask(mask, query.dtype), **options)
         outputs = project_out(join_heads(out)), passed_on, None
-        return outputs[:2] if has_mask(self) else outputs
+        return outputs[:2] if adds_mask_to_bias(self) else outputs
 
-    small = ("position_bias",)
+    def keys_and_values(self, states: torch.Tensor, others: torch.Tensor | None, cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values (B, H, Nk, D): of the module's own states and its cache, or in cross attention of others.
+
+        An ``EncoderDecoderCache`` also has those of cross attention, after the first call.
+        """
+        has_both = isinstance(cache, EncoderDecoderCache)
+        if has_both and others is not None and cache.is_updated.get(self.layer_idx):
+            layer = cache.cross_attention_cache.layers[self.layer_idx]
+            return layer.keys, layer.values
+        states = states if others is None else others
+        key, value = (split_heads(getattr(self, name)(states), self.key_value_proj_dim) for name in self.projections[1:3])
+        if cache is None:
+            return key, value
+        if has_both and others is not None:
+            cache.is_updated[self.layer_idx] = True
+        part = cache if not has_both else cache.self_attention_cache if others is None else cache.cross_attention_cache
+        return part.update(key, value, self.layer_idx)  # type: ignore[no-any-return]
+
+    def positions(self) -> RelativePositions:
+        """Return the relative positions of the biases. Beyond their ends the bias stays the same, in a decoder for all r > 0."""
+        last = self.relative_attention_max_distance
+        return RelativePositions(-last, 0 if getattr(self, "is_decoder", True) else last)
+
+    def bias_table(self, device: torch.device) -> torch.Tensor:
+        """Return the biases (H, R), a row per position. device: of the input, as weights may be offloaded."""
+        positions, last = self.positions(), self.relative_attention_max_distance
+        distances = torch.arange(positions.first, positions.last + 1, device=device)
+        buckets = tables.t5_buckets(distances, self.relative_attention_num_buckets, last, positions.last > 0)
+        return self.relative_attention_bias(buckets).T  # type: ignore[no-any-return]
+
+    def small_bias(self, table: torch.Tensor, queries: int, keys: int, offset: Any) -> Any:
+        """Return biases (H, R) for the next layer, of which stock layers make (1, H, Nq, Nk)."""
+        positions = self.positions()
+        return Compact.of(table, lambda small: rows(small, positions, queries, keys, offset)[None])
+
+    def passed_on(self, result: Any, given: dict[str, Any]) -> Any:
+        if given.get("position_bias") is None:
+            return (result[0], with_mask(self, result[1], given.get("mask")), *result[2:])
+        return result
 
     @property
-    def longest(self: Any) -> int:
-        return min(self.relative_attention_max_distance, MOST) + 10
+    def longest(self) -> int:
+        return min(self.relative_attention_max_distance, LONGEST) + 10
 
-    def example(self: Any, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
+    mask_name, takes_bias = "mask", True
+
+    def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
         states = torch.randn(batch, length, self.d_model if hasattr(self, "d_model") else self.hidden_size)
         mask = masks.example(getattr(self, "config", None), batch, length, real, is_causal=sees_the_past(self))
         given = {"hidden_states": states, self.mask_name: mask}
         stock_class: Any = type(self).__bases__[-1]
         if "cache_position" in inspect.signature(stock_class.forward).parameters:  # before transformers 5.4
             given["cache_position"] = torch.arange(length)
-        if not self.has_relative_attention_bias and self.bias_name:
+        if self.takes_bias and not self.has_relative_attention_bias:
             table = torch.randn(self.n_heads, self.positions().num_rows)
-            given[self.bias_name] = with_mask(self, self.small_bias(table, length, length, 0), mask)
+            given["position_bias"] = with_mask(self, self.small_bias(table, length, length, 0), mask)
         return given
 
-    def small_bias(self: Any, table: torch.Tensor, queries: int, keys: int, offset: Any) -> Any:
-        """Return biases (H, R) for the next layer."""
-        positions = self.positions()
-        return Compact.of(table, lambda small: rows(small, positions, queries, keys, offset)[None])
 
-    def passed_on(self: Any, result: Any, given: dict[str, Any]) -> Any:
-        if self.bias_name and given.get("position_bias") is None:
-            return (result[0], with_mask(self, result[1], given.get("mask")), *result[2:])
+def adds_mask_to_bias(module: Any) -> bool:
+    """Return whether stock layers pass on biases to which the mask is added, and no weights: before transformers 5.21."""
+    return not hasattr(sys.modules[type(module).__bases__[-1].__module__], "eager_attention_forward")
+
+
+def sees_the_past(module: Any, others: Any = None) -> bool:
+    """Return whether attention is causal: before transformers 5.21 that of decoders to their own states, without an attribute."""
+    return getattr(module, "is_causal", getattr(module, "is_decoder", True) and others is None)  # type: ignore[no-any-return]
+
+
+def with_mask(module: Any, bias: Any, mask: Any) -> Any:
+    """Return what layers pass on, to which those of older versions add the mask."""
+    if mask is None or not isinstance(bias, Compact) or not adds_mask_to_bias(module):
+        return bias
+    return Compact.of(bias.small, lambda small: bias.changed(small).dense() + dense_of(mask)[..., : bias.shape[-1]])
+
+
+class Pix2StructAttention(BucketedAttention):
+    projections = ("query", "key", "value", "output")
+
+
+class UMT5Attention(BucketedAttention):
+    """Each layer has biases of its own."""
+
+    mask_name, takes_bias = "attention_mask", False
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        cache: Any = None,
+        attention_mask: torch.Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> tuple[torch.Tensor, None]:
+        """hidden_states (B, Nq, C); encoder_hidden_states (B, Nk, C), for cross attention."""
+        return super().forward(hidden_states, attention_mask, encoder_hidden_states, None, cache, is_causal)[0], None
+
+    def passed_on(self, result: Any, given: dict[str, Any]) -> Any:
         return result
-
-    def positions(self: Any) -> RelativePositions:
-        """Return the relative positions of the biases. Beyond their ends the bias stays the same, in a decoder for all r > 0."""
-        last = self.relative_attention_max_distance
-        return RelativePositions(-last, 0 if getattr(self, "is_decoder", True) else last)
-
-    def table(self: Any, device: torch.device) -> torch.Tensor:
-        """Return the biases (H, R), a row for each of these positions. device: of the input, as weights may be offloaded."""
-        positions = self.positions()
-        distances = torch.arange(positions.first, positions.last + 1, device=device)
-        buckets = tables.t5_buckets(
-            distances, self.relative_attention_num_buckets, self.relative_attention_max_distance, positions.last > 0
-        )
-        return self.relative_attention_bias(buckets).T
-
-
-class T5Attention(BucketedAttention, stock.T5Attention):
-    pass
-
-
-class T5Stack(Encoder, stock.T5Stack):
-    pass
-
-
-CLASSES = {stock.T5Attention: T5Attention, stock.T5Stack: T5Stack}

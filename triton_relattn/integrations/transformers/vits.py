@@ -5,33 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers.models.vits import modeling_vits as stock
 
 from ...positions import RelativePositions
-from ..in_place import fused_relative_attention
+from ..operators import fused_relative_attention, join_heads
 from . import masks
-from .encoder import Encoder
-from .heads import InPlace, added, join_heads, query_key_value
+from .attention import Attention, additive_mask, query_key_value
 
 
-class VitsAttention(InPlace, stock.VitsAttention):
+class VitsAttention(Attention):
     """q_i . E[j - i], scaled as q_i . k_j, and values v_j + A[j - i]; both tables end at the window, zero beyond it."""
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        key_value_states: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        output_attentions: bool = False,
-    ) -> tuple[torch.Tensor, None]:
-        """hidden_states (B, N, C); key_value_states is ignored, as in the stock class."""
+    def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None) -> tuple[torch.Tensor, None]:
+        """hidden_states (B, N, C)."""
         term: dict[str, Any] = {}
         if self.window_size:
             term = {"rel_key": self.emb_rel_k[0], "rel_value": self.emb_rel_v[0]}
             term["positions"] = RelativePositions(-self.window_size, self.window_size, outside="zero")
         out: Any = fused_relative_attention(
             *query_key_value(self, hidden_states),
-            attn_mask=added(attention_mask, hidden_states.dtype),
+            attn_mask=additive_mask(attention_mask, hidden_states.dtype),
             dropout_p=self.dropout if self.training else 0.0,
             scale=self.scaling,
             **term,
@@ -41,10 +33,3 @@ class VitsAttention(InPlace, stock.VitsAttention):
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
         mask = masks.example(None, batch, length, real)
         return {"hidden_states": torch.randn(batch, length, self.embed_dim), "attention_mask": mask}
-
-
-class VitsEncoder(Encoder, stock.VitsEncoder):
-    pass
-
-
-CLASSES = {stock.VitsAttention: VitsAttention, stock.VitsEncoder: VitsEncoder}

@@ -5,17 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers.models.wavlm import modeling_wavlm as stock
 
 from ...positions import RelativePositions
 from ..compact import Compact, rows
-from ..in_place import fused_relative_attention
+from ..operators import fused_relative_attention, join_heads, split_heads
+from .attention import Attention, query_key_value
 from .encoder import Encoder
-from .heads import InPlace, join_heads, query_key_value, split_heads
 
 
-class WavLMAttention(InPlace, stock.WavLMAttention):
-    """q_i . k_j, scaled, + gate_i * b[bucket(j - i)]: a gate for each query and head. The first layer passes b on."""
+class WavLMAttention(Attention):
+    """q_i . k_j, scaled, + gate_i * b[bucket(j - i)]: a gate per query and head. The first layer passes b on."""
+
+    small = ("position_bias",)
 
     def forward(
         self,
@@ -23,64 +24,50 @@ class WavLMAttention(InPlace, stock.WavLMAttention):
         attention_mask: torch.Tensor | None = None,
         position_bias: torch.Tensor | None = None,
         index: int = 0,
-        **kwargs: Any,
     ) -> tuple[torch.Tensor, None, torch.Tensor | None]:
-        """hidden_states (B, N, C), attention_mask (B, N), position_bias (H, R); stock layers pass on (B * H, N, N)."""
-        passed = position_bias
+        """hidden_states (B, N, C), attention_mask (B, N), position_bias (H, R); stock layers pass on (B * H, N, N).
+
+        index, the layer's number, is not read, as in the stock class.
+        """
+        passed_on = position_bias
         if position_bias is None:
-            position_bias = self._table(hidden_states.shape[1], hidden_states.device)
-            passed = passed_on(position_bias, hidden_states)
+            last = min(self.max_distance, hidden_states.shape[1] - 1)
+            distances = torch.arange(-last, last + 1, device=hidden_states.device)
+            buckets = self._relative_positions_bucket(distances)  # whose rounding is not T5's
+            position_bias = self.rel_attn_embed(buckets).T
+            passed_on = small_bias(position_bias, hidden_states)
         out: Any = fused_relative_attention(
             *query_key_value(self, hidden_states),
             position_bias[..., None],
-            rel_query=self._gate(hidden_states),
-            positions=RelativePositions.centred(position_bias.shape[1]),  # beyond max_distance, its end rows are meant
+            rel_query=self.gate(hidden_states),
+            positions=RelativePositions.centred(position_bias.shape[1]),  # end rows: from max_distance on
             rel_scale=1.0,
             attn_mask=None if attention_mask is None else attention_mask.eq(1)[:, None, None, :],
             dropout_p=self.dropout if self.training else 0.0,
             scale=self.scaling,
         )
-        return self.out_proj(join_heads(out)), None, passed
+        return self.out_proj(join_heads(out)), None, passed_on
 
-    small = ("position_bias",)
+    def gate(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the gate of each query and head, (B, H, N, 1)."""
+        sums = self.gru_rel_pos_linear(split_heads(hidden_states, self.head_dim)).unflatten(-1, (2, 4)).sum(-1)
+        a, b = sums.sigmoid().chunk(2, dim=-1)
+        return a * (b * self.gru_rel_pos_const - 1.0) + 2.0  # type: ignore[no-any-return]
 
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
         given: dict[str, Any] = {"hidden_states": torch.randn(batch, length, self.embed_dim), "attention_mask": real}
         if not hasattr(self, "rel_attn_embed"):
             table = torch.randn(self.num_heads, 2 * min(length, self.max_distance + 1) - 1)
-            given["position_bias"] = passed_on(table, given["hidden_states"])
+            given["position_bias"] = small_bias(table, given["hidden_states"])
         return given
 
-    def _table(self, length: int, device: torch.device) -> torch.Tensor:
-        """Return the biases (H, R) of the distances that occur, up to max_distance."""
-        last = min(self.max_distance, length - 1)
-        distances = torch.arange(-last, last + 1, device=device)
-        return self.rel_attn_embed(self._relative_positions_bucket(distances)).T  # whose rounding is not T5's
 
-    def _gate(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the gate of each query and head, (B, H, N, 1)."""
-        sums = self.gru_rel_pos_linear(split_heads(hidden_states, self.head_dim)).unflatten(-1, (2, 4)).sum(-1)
-        a, b = sums.sigmoid().chunk(2, dim=-1)
-        return a * (b * self.gru_rel_pos_const - 1.0) + 2.0
-
-
-def passed_on(table: torch.Tensor, states: torch.Tensor) -> Any:
+def small_bias(table: torch.Tensor, states: torch.Tensor) -> Any:
     """Return the biases (H, R) for the next layer, of which stock layers make (B * H, N, N)."""
     batch, length = states.shape[:2]
     positions = RelativePositions.centred(table.shape[1])
     return Compact.of(table, lambda small: rows(small, positions, length, length).repeat(batch, 1, 1))
 
 
-class WavLMEncoder(Encoder, stock.WavLMEncoder):
+class WavLMEncoder(Encoder):
     mask_function = None
-
-
-class WavLMEncoderStableLayerNorm(Encoder, stock.WavLMEncoderStableLayerNorm):
-    mask_function = None
-
-
-CLASSES = {
-    stock.WavLMAttention: WavLMAttention,
-    stock.WavLMEncoder: WavLMEncoder,
-    stock.WavLMEncoderStableLayerNorm: WavLMEncoderStableLayerNorm,
-}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .. import replacement
-from ..doors import functions
+from ..enable import functions
 
 __all__ = ["disable", "enable"]
 
@@ -23,7 +23,7 @@ enable, disable = functions(
     ),
     text="""
 Outputs and gradients are those of the stock classes, masks, caches, memories and grouped heads included. A module of biases
-then passes on a row for each distance, and its attention uses it. Where stock attention does more than softmax (talking heads,
+then passes on a row per distance, and its attention uses it. Where stock attention does more than softmax (talking heads,
 memory keys and values, residual or selective attention in one module, a sink, another activation, two biases at once), the
 rows become the stock tensor, and all goes on as in the stock model.
 

@@ -9,8 +9,9 @@ from torch.nn.functional import softmax
 from x_transformers import attend as stock
 
 from ...positions import RelativePositions
-from ..in_place import InPlace, fused_relative_attention
-from .bias import Bias
+from ..in_place import InPlace
+from ..operators import fused_relative_attention
+from .biases import Bias
 
 MORE = (
     *("pre_softmax_talking_heads", "post_softmax_talking_heads", "pre_scale_post_talking_heads", "selective", "cog_signed"),
@@ -56,7 +57,7 @@ class Attend(InPlace, stock.Attend):
         given = q, k, v, mask
         groups = q.shape[1] // k.shape[1]
         if groups > 1 and k.shape[1] > 1:  # query head h has the key head h modulo their number, not one of successive heads
-            k, v = (each.repeat(1, groups, 1, 1) for each in (k, v))
+            k, v = (states.repeat(1, groups, 1, 1) for states in (k, v))
         attended = fused_relative_attention(
             q,
             k,
@@ -75,14 +76,14 @@ class Attend(InPlace, stock.Attend):
         intermediates.make = lambda: super(Attend, self).forward(*given, attn_bias=bias(), row_mask=row_mask, causal=causal)[1]
         return attended, intermediates
 
-    def serves(self, attn_bias: Any = None, **given: Any) -> bool:
+    def serves(self, attn_bias: Any = None) -> bool:  # type: ignore[override]
         return isinstance(attn_bias, Bias) and self._is_plain()
 
     @staticmethod
     def counted(mask: torch.Tensor) -> torch.Tensor | None:
         return None
 
-    def pairs(self, q: torch.Tensor, k: torch.Tensor, **given: Any) -> int:  # type: ignore[override]
+    def pairs(self, q: torch.Tensor, k: torch.Tensor) -> int:  # type: ignore[override]
         return q.shape[:3].numel() * k.shape[2]
 
     @staticmethod
@@ -101,9 +102,9 @@ class Attend(InPlace, stock.Attend):
         return {"q": q, "k": k, "v": v, "mask": real, "attn_bias": bias}
 
     def _is_plain(self) -> bool:
-        """Whether it is a softmax of the logits, and no more."""
+        """Return whether it is a softmax of the logits, and no more."""
         is_softmax = getattr(self.attn_fn, "func", None) is softmax and self.attn_fn.keywords["dim"] == -1
-        return is_softmax and not any(getattr(self, each, None) for each in MORE)
+        return is_softmax and not any(getattr(self, setting, None) for setting in MORE)
 
 
 CLASSES = {stock.Attend: Attend}

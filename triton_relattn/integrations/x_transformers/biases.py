@@ -1,20 +1,65 @@
-"""Modules that have a bias by distance, of which the stock ones make a tensor for all pairs of positions."""
+"""A bias by distance: the modules that have it, of which the stock ones make a tensor for all pairs of positions."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch.nn.functional import pad
 from x_transformers import x_transformers as stock
 
 from ... import tables
 from ...positions import RelativePositions
+from ..compact import dense_of, rows
 from ..in_place import InPlace
-from .bias import Bias
 
 
-class OfDistances(InPlace):
+class Bias:
+    """Arguments of the operator that make a bias for the last queries of some keys.
+
+    Any other use of it is one of the stock tensor, (H, Nq, Nk) or (B, H, Nq, Nk).
+    """
+
+    def __init__(self, queries: int, keys: int, **term: Any) -> None:
+        self.queries, self.keys, self.term = queries, keys, term
+
+    def dense(self) -> torch.Tensor:
+        """Return the stock tensor."""
+        size, positions = (self.queries, self.keys, self.keys - self.queries), self.term["positions"]
+        if "rel_bias" in self.term:
+            return rows(self.term["rel_bias"], positions, *size)
+        scores = self.term["rel_query"] @ self.term["rel_key"].mT  # (B, H, Nq, R)
+        number = torch.arange(positions.num_rows, device=scores.device)
+        slots = rows(number, positions, *size)
+        distance = torch.arange(size[1], device=scores.device) - torch.arange(size[0], device=scores.device)[:, None] - size[2]
+        inside = (distance >= positions.first) & (distance <= positions.last)
+        return scores.gather(-1, slots.expand(*scores.shape[:-1], -1)).where(inside, 0.0)
+
+    def cast(self, dtype: torch.dtype) -> Bias:
+        term = {name: value.to(dtype) if isinstance(value, torch.Tensor) else value for name, value in self.term.items()}
+        return Bias(self.queries, self.keys, **term)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.dense(), name)
+
+    def __add__(self, other: Any) -> torch.Tensor:
+        return self.dense() + dense_of(other)
+
+    __radd__ = __add__
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if function is pad and not any(args[1]):  # for the keys of a memory, of which there are none
+            return args[0]
+        return function(*map(dense_of, args), **{name: dense_of(value) for name, value in (kwargs or {}).items()})
+
+
+class DistanceBias(InPlace):
     """Mixin of modules that make a bias of the numbers of queries and keys."""
 
     fewest, passes_on = 0, True
@@ -26,7 +71,7 @@ class OfDistances(InPlace):
         return {"i": length, "j": length}
 
 
-class RelativePositionBias(OfDistances, stock.RelativePositionBias):
+class RelativePositionBias(DistanceBias, stock.RelativePositionBias):
     """T5's: b[bucket(j - i)], scaled; beyond the largest distance all have one bucket."""
 
     def forward(self, i: int, j: int) -> Bias:
@@ -38,26 +83,26 @@ class RelativePositionBias(OfDistances, stock.RelativePositionBias):
         return Bias(i, j, rel_bias=rel_bias, positions=positions)
 
 
-class DynamicPositionBias(OfDistances, stock.DynamicPositionBias):
+class DynamicPositionBias(DistanceBias, stock.DynamicPositionBias):
     """b[j - i], an MLP of the distance i - j or of its logarithm."""
 
     def forward(self, i: int, j: int) -> Bias:
         """i queries, the last of j positions."""
-        rows = torch.arange(j - 1, -j, -1, device=self.device).float()[:, None]
+        features = torch.arange(j - 1, -j, -1, device=self.device).float()[:, None]
         if self.log_distance:
-            rows = rows.sign() * (rows.abs() + 1).log()
+            features = features.sign() * (features.abs() + 1).log()
         for layer in self.mlp:
-            rows = layer(rows)
-        return Bias(i, j, rel_bias=rows.T, positions=RelativePositions(1 - j, j - 1))
+            features = layer(features)
+        return Bias(i, j, rel_bias=features.T, positions=RelativePositions(1 - j, j - 1))
 
 
-class AlibiPositionalBias(OfDistances, stock.AlibiPositionalBias):
+class AlibiPositionalBias(DistanceBias, stock.AlibiPositionalBias):
     """ALiBi: -slope |j - i| in the first heads, nothing in others."""
 
     def forward(self, i: int, j: int) -> Bias:
         """i queries, the last of j positions."""
         rel_bias = tables.alibi_bias(self.slopes.flatten(), 1 - j, j - 1)
-        rel_bias = nn.functional.pad(rel_bias, (0, 0, 0, self.total_heads - len(rel_bias)))
+        rel_bias = pad(rel_bias, (0, 0, 0, self.total_heads - len(rel_bias)))
         return Bias(i, j, rel_bias=rel_bias, positions=RelativePositions(1 - j, j - 1))
 
     def prepare(self) -> None:

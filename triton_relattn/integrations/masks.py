@@ -11,7 +11,7 @@ QUERIES = 512
 """Queries of one call where chunks are short. A mask says which of them sees which of the keys that any of them sees."""
 
 
-class Seen:
+class ChunkedWindow:
     """Real keys, in a window or in chunks: what stands in place of a mask, in memory linear in the length.
 
     .. code-block:: text

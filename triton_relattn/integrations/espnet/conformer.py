@@ -1,0 +1,54 @@
+"""ESPnet's classes: attention with relative positions, and the encoder that makes the mask of padding."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from espnet.nets.pytorch_backend.transformer import attention
+from espnet2.asr.encoder import conformer_encoder
+
+from ..calls import is_graph
+from ..replacement import PassesOn, with_names
+from .attention import RelPositionAttention
+
+
+class RelPositionMultiHeadedAttention(RelPositionAttention, attention.RelPositionMultiHeadedAttention):
+    pass
+
+
+class LegacyRelPositionMultiHeadedAttention(RelPositionAttention, attention.LegacyRelPositionMultiHeadedAttention):
+    """The older class, whose rows are of the past alone; with zero_triu it has no others."""
+
+    is_legacy = True
+
+    @staticmethod
+    def applies(module: Any) -> bool:
+        return bool(module.zero_triu)
+
+
+def make_pad_mask(lengths: Any) -> torch.Tensor:
+    """Return what the stock function does, (B, T), True of padding, T the largest length, without a (T, T)."""
+    lengths = torch.as_tensor(lengths)
+    mask: torch.Tensor = torch.arange(int(lengths.max()), device=lengths.device) >= lengths[:, None]
+    return mask
+
+
+STOCK = conformer_encoder.ConformerEncoder.forward
+SMALL = with_names(STOCK, make_pad_mask=make_pad_mask)
+
+
+class ConformerEncoder(PassesOn, conformer_encoder.ConformerEncoder):
+    """Encoder whose mask of padding takes no memory but its own."""
+
+    @functools.wraps(STOCK)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return (STOCK if is_graph() else SMALL)(self, *args, **kwargs)
+
+
+CLASSES = {
+    attention.RelPositionMultiHeadedAttention: RelPositionMultiHeadedAttention,
+    attention.LegacyRelPositionMultiHeadedAttention: LegacyRelPositionMultiHeadedAttention,
+    conformer_encoder.ConformerEncoder: ConformerEncoder,
+}
