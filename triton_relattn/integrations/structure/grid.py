@@ -47,7 +47,7 @@ class DecomposedPositions(Kind):
         roles: Any = {"qkv": joint[0], "out": next(name for name in sizes if name != joint[0]), **axes}
         for arguments in argument_roles(type(module).forward, ("states",)):
             if set(arguments.values()) == {"states"}:
-                yield cls.layout(module, roles, arguments, width=width, norms=norms)
+                yield cls.make_layout(module, roles, arguments, width=width, norms=norms)
 
     def samples(self, module: Any, is_light: bool) -> Iterator[Sample]:
         own = tuple(min((len(self.part(module, role)) + 1) // 2, 14) for role in AXES)
