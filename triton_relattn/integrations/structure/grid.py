@@ -60,7 +60,8 @@ class DecomposedPositions(Kind):
         side = max(window) if isinstance(window, (tuple, list)) else int(window)
         windows = -(-length // side**2) if side else 1
         side = side or round(length**0.5)
-        return {self.layout.argument("states"): torch.empty(windows, side, side, self.layout.channels)}  # type: ignore[dict-item]
+        states = torch.empty(windows, side, side, self.layout.channels, device="meta")
+        return {self.layout.argument("states"): states}  # type: ignore[dict-item]
 
     def accepts(self, module: Any, states: torch.Tensor) -> bool:
         return states.dim() == 4

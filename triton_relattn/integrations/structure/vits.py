@@ -81,7 +81,8 @@ class WindowedVectors(Kind):
         options, others = self.options, query if key is None else key
         parts = (self.part(module, name)(states) for name, states in (("query", query), ("key", others), ("value", others)))
         q, k, v = (split_heads(part.mT if options["channels_first"] else part, options["width"]) for part in parts)
-        length, term = q.shape[2], dict[str, Any]()
+        length = q.shape[2]
+        term: dict[str, Any] = {}
         if options["block"] is not None and mask is not None:
             term["window_size"] = (options["block"], options["block"])
         if "rel_key" in self.roles:
