@@ -187,16 +187,17 @@ def _results(
     replacement: Replacement, model: nn.Module, sample: Sample, gradients: bool, is_ours: bool
 ) -> tuple[dict[str, torch.Tensor], tuple[str, ...], set[float]]:
     """Return outputs, and gradients of the first one with respect to parameters and inputs; what is returned; and what drops."""
-    dtype, leaves = dtype_of(model), dict(model.named_parameters()) if gradients else {}
+    dtype = dtype_of(model)
     arguments = arguments_of(sample, dtype)
+    leaves: dict[str, torch.Tensor] = {}
     if gradients:
-        leaves |= differentiable(arguments, replacement.constants)
+        leaves = {**dict(model.named_parameters()), **differentiable(arguments, replacement.constants)}
     with torch.set_grad_enabled(gradients):
         returned, dropped = run(replacement, copied(model), arguments, is_ours, dtype)
         out, *others = values(returned)
         counts = replacement.counted(sample.arguments)
-        kept = out if counts is None else out.where(counts, 0.0)
-        results = with_gradients(kept, leaves) if leaves else {OUTPUT: kept.detach()}
+        out = out if counts is None else out.where(counts, 0.0)
+        results = with_gradients(out, leaves) if leaves else {OUTPUT: out.detach()}
     for number, each in enumerate(others, 2):
         if isinstance(each, torch.Tensor) and not is_weights(each, sample.pairs):
             results[f"output {number}"] = each.detach()

@@ -97,11 +97,11 @@ def enable_in(
     modules: dict[str, nn.Module] = {}
     classes: dict[str, type] = {}
     enabled_before = False
-    done: set[int] = set()  # modules that an object holds by several names
+    visited: set[int] = set()  # an object may hold a module by several names
     for prefix, root in _roots(model):
-        search = _Search({name: each for name, each in root.named_modules() if id(each) not in done}, lengths)
+        search = _Search({name: each for name, each in root.named_modules() if id(each) not in visited}, lengths)
         search.run(libraries, structures)
-        done |= {id(each) for each in root.modules()}
+        visited |= {id(each) for each in root.modules()}
         enabled_before |= bool(search.enabled)
         for name, row in search.rows.items():
             path = f"{prefix}.{name}".strip(".")
@@ -294,8 +294,8 @@ def _progress(items: Sequence[T], label: str) -> Iterator[T]:
     for number, item in enumerate(items, 1):
         yield item
         if sys.stderr.isatty() and time.monotonic() - start > 2:
-            is_shown, done = True, width * number // len(items)
-            print(f"\r{label} [{'#' * done:{width}}] {number}/{len(items)}", end="", file=sys.stderr, flush=True)
+            is_shown, bar = True, "#" * (width * number // len(items))
+            print(f"\r{label} [{bar:{width}}] {number}/{len(items)}", end="", file=sys.stderr, flush=True)
     if is_shown:
         print(file=sys.stderr)
 

@@ -99,9 +99,9 @@ class InPlace:
         if mask.dim() < 4:
             return None
         is_added = mask.is_floating_point()
-        seen = (mask > torch.finfo(mask.dtype).min / 2 if is_added else mask != 0).any(-1)  # (B, H, N) or (B, H, blocks, size)
-        seen = seen.any(1).flatten(1)
-        return seen[..., None] if seen.shape[-1] > 1 else None
+        visible = (mask > torch.finfo(mask.dtype).min / 2 if is_added else mask != 0).any(-1)  # (B, H, N) or (B, H, blocks, size)
+        visible = visible.any(1).flatten(1)
+        return visible[..., None] if visible.shape[-1] > 1 else None
 
     def prepare(self: Any) -> None:
         """Change a shadow, which the comparison runs on."""

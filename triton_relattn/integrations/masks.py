@@ -86,10 +86,10 @@ class ChunkedWindow:
         for start in range(-(self.first % self.chunk), queries, size):  # the first chunk may have begun before
             first, end = self.first + start, self.first + min(start + size, queries)
             end = -(-end // self.chunk) * self.chunk
-            seen = slice(
+            visible = slice(
                 0 if self.left < 0 else max(0, first - self.left), keys if self.right < 0 else min(keys, end + self.right)
             )
-            yield slice(max(0, start), min(start + size, queries)), seen
+            yield slice(max(0, start), min(start + size, queries)), visible
 
     def _masks(self, queries: slice, keys: slice, device: torch.device) -> dict[str, Any]:
         """The operator's masks for a part, but for the window."""
@@ -103,6 +103,6 @@ class ChunkedWindow:
             begin = torch.arange(first, last + 1, device=device)[:, None] // self.chunk * self.chunk
             position = torch.arange(keys.start, keys.stop, device=device)
             left, right = (last + keys.stop if each < 0 else each for each in (self.left, self.right))
-            seen = (position >= begin - left) & (position < begin + self.chunk + right)
-            masks["attn_mask"] = masks.get("attn_mask", True) & seen
+            visible = (position >= begin - left) & (position < begin + self.chunk + right)
+            masks["attn_mask"] = masks.get("attn_mask", True) & visible
         return masks

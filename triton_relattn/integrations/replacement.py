@@ -70,10 +70,9 @@ class Replacement:
         self.harmless, self.mask, self.constants = frozenset(harmless), mask, frozenset((mask, *ours.constants))
         self.positional = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
         self.defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
-        known = set(names.values())
         needed = {names[each.name] for each in parameters if each.name in names and each.name not in self.defaults}
         signature = inspect.signature(forward).parameters.values()
-        self.required = needed | {each.name for each in signature if each.default is each.empty and each.name in known}
+        self.required = needed | {each.name for each in signature if each.default is each.empty and each.name in names.values()}
         self.forward_takes, self.serves_takes, self.pairs_takes = (
             _parameters(each) for each in (forward, ours.serves, ours.pairs)
         )
@@ -212,13 +211,13 @@ def argument_name(function: Any, name: str) -> str:
     """Return the name that function has for an argument of ours.
 
     Raises:
-        TypeError: it has none that is known.
+        TypeError: it has none of the names in NAMES.
     """
     parameters = inspect.signature(function).parameters
     for each in NAMES[name]:
         if each in parameters:
             return each
-    raise TypeError(f"{function.__qualname__} has no argument that is known to be {name}: none of {', '.join(NAMES[name])}")
+    raise TypeError(f"{function.__qualname__} has no argument for {name}: none of {', '.join(NAMES[name])}")
 
 
 class PassesOn:
@@ -264,7 +263,7 @@ def stock_of(module: nn.Module) -> type[nn.Module] | None:
 class Source(NamedTuple):
     """A module of a library, by name, and the module here that has classes in place of some of its classes.
 
-    Both are names, so that nothing is imported before a model is met that is made of it. The module here has ``CLASSES``: stock
+    Both are names, so that nothing is imported before a model needs it. The module here has ``CLASSES``: stock
     classes, and for each the one in its place, derived from it; or a function ``classes`` that makes them for the name of the
     library's module. title: of the family, for reports.
     """
@@ -339,22 +338,22 @@ def _numbers(version: str) -> list[int]:
 
 def change_classes(classes: dict[str, type], modules: dict[str, nn.Module], check_calls: bool) -> dict[str, Calls]:
     """Give modules their new classes: all of them, or none if one raises. Return the records of their calls."""
-    done: list[nn.Module] = []
+    changed: list[nn.Module] = []
     records: dict[str, Calls] = {}
     try:
         for name, ours in classes.items():
             module = modules[name]
-            done.append(module)
+            changed.append(module)
             module.__class__ = ours
             if ATTRIBUTE in vars(ours):
                 records[name] = vars(module)[CALLS] = Calls(check_calls)
             if isinstance(module, PassesOn):
                 module.on_enable()
-        for module in done:
+        for module in changed:
             if getattr(module, "passes_on", False):
-                surround(module, module.modules() if isinstance(module, PassesOn) else done)
+                surround(module, module.modules() if isinstance(module, PassesOn) else changed)
     except BaseException:
-        for module in done:
+        for module in changed:
             restore(module)
         raise
     return records

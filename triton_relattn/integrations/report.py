@@ -58,7 +58,7 @@ class Report(dict[str, str]):
     """The replaced modules: their names, as ``model.named_modules()`` has them, and those of their classes.
 
     rows: a :class:`Row` for each module with relative attention, replaced or left. lengths: those that memory is counted for.
-    calls_by_name: what is known of the calls of each module. As text it is a table.
+    calls_by_name: the records of each module's calls. As text it is a table.
     """
 
     def __init__(self, rows: list[Row], lengths: tuple[int, ...]) -> None:
@@ -82,8 +82,8 @@ class Report(dict[str, str]):
 
     def reasons(self) -> list[str]:
         """Return a text per group of modules that stay stock."""
-        left = _grouped([each for each in self.rows if each.reason])
-        return [f"{names} ({row.stock}, {row.kind}): {row.reason}" for names, row in left]
+        groups = _grouped([row for row in self.rows if row.reason])
+        return [f"{names} ({row.stock}, {row.kind}): {row.reason}" for names, row in groups]
 
     def __call__(self, *_: Any, **__: Any) -> None:
         raise TypeError(IN_PLACE)
@@ -93,7 +93,11 @@ class Report(dict[str, str]):
 
     def __str__(self) -> str:
         head = ["module", "kind", "found by", "difference", *(f"memory at {length:,}" for length in self.lengths)]
-        body = [_line(names, row) for names, row in _grouped([each for each in self.rows if not each.reason])]
+        body = []
+        for names, row in _grouped([row for row in self.rows if not row.reason]):
+            error = "-" if row.error is None else f"{row.error:.0e}"
+            sizes = [f"{_size(stock)} -> {_size(ours)}" for stock, ours in row.memory]
+            body.append([names, row.kind, row.found, error, *sizes])
         lines = _table([head, *body]) if body else []
         if any(each.memory for each in self.rows):
             lines += ["", *textwrap.wrap(MEMORY, 118)]
@@ -101,27 +105,15 @@ class Report(dict[str, str]):
             lines += ["", "left unchanged:"] if lines else ["left unchanged:"]
             for text in reasons:
                 lines += textwrap.wrap(text, 118, initial_indent="  ", subsequent_indent="    ")
-        lines += _of_calls(self.calls())
+        calls = self.calls()
+        if calls.compared or calls.not_compared:
+            lines += ["", f"calls compared with the stock forward: {calls.compared}"]
+            lines += [f"  not compared: {count}, {reason}" for reason, count in calls.not_compared.items()]
+            lines += [f"  stock again: {name}, {text}" for name, text in calls.differing.items()]
         return "\n".join(lines) or "all relative attention was enabled before"
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({dict(self)!r})"
-
-
-def _of_calls(calls: Compared) -> list[str]:
-    """Return what is known of calls, as lines."""
-    if not (calls.compared or calls.not_compared):
-        return []
-    lines = ["", f"calls compared with the stock forward: {calls.compared}"]
-    lines += [f"  not compared: {count}, {reason}" for reason, count in calls.not_compared.items()]
-    lines += [f"  stock again: {name}, {text}" for name, text in calls.differing.items()]
-    return lines
-
-
-def _line(names: str, row: Row) -> list[str]:
-    error = "-" if row.error is None else f"{row.error:.0e}"
-    sizes = [f"{_size(stock)} -> {_size(ours)}" for stock, ours in row.memory]
-    return [names, row.kind, row.found, error, *sizes]
 
 
 def _size(count: int | None) -> str:

@@ -48,7 +48,7 @@ class BucketedBias(Kind):
         width = channels // heads
         for (arguments, means), both, scale in itertools.product(masks, (True, False), (1.0, width**-0.5)):
             options = {"width": width, "buckets": buckets, "furthest": furthest}
-            yield cls.layout(
+            yield cls.make_layout(
                 module, {**children, "table": embeddings[0]}, arguments, mask=means, both=both, scale=scale, **options
             )
 
@@ -60,7 +60,7 @@ class BucketedBias(Kind):
 
     def masks(self, batch: int, length: int) -> Iterator[tuple[str, torch.Tensor | None]]:
         yield "", None
-        yield " with padding", self.mask_of(padded(batch, length)[:, None, None])
+        yield " with padding", self.stock_mask(padded(batch, length)[:, None, None])
 
     def accepts(self, module: Any, states: torch.Tensor, mask: torch.Tensor | None = None) -> bool:
         return states.dim() == 3 and (mask is None or mask.dim() == 4)
@@ -77,7 +77,7 @@ class BucketedBias(Kind):
             v,
             rel_bias=self.part(module, "table")(buckets).T,
             positions=positions,
-            attn_mask=self.seen(mask),
+            attn_mask=self.attn_mask(mask),
             scale=options["scale"],
             dropout_p=self.dropout_p(module),
         )

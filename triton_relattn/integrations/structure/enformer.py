@@ -53,7 +53,7 @@ class DistanceFeatures(Kind):
         roles, shape = parts
         for arguments in argument_roles(type(module).forward, ("states",)):
             if set(arguments.values()) == {"states"}:
-                yield cls.layout(module, roles, arguments, width=shape[-1])
+                yield cls.make_layout(module, roles, arguments, width=shape[-1])
 
     def sizes(self, module: Any) -> Iterable[tuple[int, int]]:
         return ((1, 1536),) if getattr(module, "use_tf_gamma", False) else ((2, 11), (2, 5), (2, 23))

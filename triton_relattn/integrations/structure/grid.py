@@ -47,7 +47,7 @@ class DecomposedPositions(Kind):
         roles: Any = {"qkv": joint[0], "out": next(name for name in sizes if name != joint[0]), **axes}
         for arguments in argument_roles(type(module).forward, ("states",)):
             if set(arguments.values()) == {"states"}:
-                yield cls.layout(module, roles, arguments, width=width, norms=norms)
+                yield cls.make_layout(module, roles, arguments, width=width, norms=norms)
 
     def samples(self, module: Any, is_light: bool) -> Iterator[Sample]:
         own = tuple(min((len(self.part(module, role)) + 1) // 2, 14) for role in AXES)
@@ -60,7 +60,8 @@ class DecomposedPositions(Kind):
         side = max(window) if isinstance(window, (tuple, list)) else int(window)
         windows = -(-length // side**2) if side else 1
         side = side or round(length**0.5)
-        return {self.layout.argument("states"): torch.empty(windows, side, side, self.layout.channels)}  # type: ignore[dict-item]
+        states = torch.empty(windows, side, side, self.layout.channels, device="meta")
+        return {self.layout.argument("states"): states}  # type: ignore[dict-item]
 
     def accepts(self, module: Any, states: torch.Tensor) -> bool:
         return states.dim() == 4

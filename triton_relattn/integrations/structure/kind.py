@@ -81,7 +81,7 @@ class Kind:
         raise NotImplementedError
 
     @staticmethod
-    def layout(module: nn.Module, roles: dict[str, str], arguments: dict[str, str], **options: Any) -> Layout:
+    def make_layout(module: nn.Module, roles: dict[str, str], arguments: dict[str, str], **options: Any) -> Layout:
         """Return a layout; the options have the width of a head."""
         role = next(each for each in ("query", "qkv", "out") if each in roles)
         channels, projected = projections(module)[roles[role]]
@@ -105,13 +105,13 @@ class Kind:
         """Yield masks of the stock module, each with its name: the one for a count of memory first."""
         yield "", None
 
-    def mask_of(self, seen: torch.Tensor) -> torch.Tensor:
+    def stock_mask(self, visible: torch.Tensor) -> torch.Tensor:
         """Return the mask of the stock module for what queries see, bool."""
         means = self.options[MASK]
         if means == ADDED:  # which has to broadcast to (B, H, N, N) by itself
-            seen = seen[:, None] if seen.dim() == 3 else seen
-            return torch.zeros(seen.shape).masked_fill(~seen, -1e9)
-        return seen if means == SHOWN else ~seen
+            visible = visible[:, None] if visible.dim() == 3 else visible
+            return torch.zeros(visible.shape).masked_fill(~visible, -1e9)
+        return visible if means == SHOWN else ~visible
 
     def example(self, module: Any, batch: int, length: int, mask: torch.Tensor | None) -> dict[str, Any]:
         """Return arguments of the stock forward."""
@@ -176,15 +176,15 @@ class Kind:
         """A mask has no more positions than the output."""
 
     def counted(self, mask: torch.Tensor) -> torch.Tensor | None:
-        seen: Any = self.seen(mask)
-        seen = (seen > LOW if seen.is_floating_point() else seen).any(-1)  # (B, 1 or H, 1 or N)
-        return seen.any(1)[..., None] if seen.shape[1] == 1 else None
+        visible: Any = self.attn_mask(mask)
+        visible = (visible > LOW if visible.is_floating_point() else visible).any(-1)  # (B, 1 or H, 1 or N)
+        return visible.any(1)[..., None] if visible.shape[1] == 1 else None
 
     def part(self, module: Any, role: str) -> Any:
         """Return the child or the parameter that has a role."""
         return getattr(module, self.roles[role])
 
-    def seen(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+    def attn_mask(self, mask: torch.Tensor | None) -> torch.Tensor | None:
         """Return the operator's mask of the stock module's: (B, N), (B, 1 or N, N) or (B, 1 or H, 1 or N, N)."""
         if mask is None or mask.numel() == 0:
             return None

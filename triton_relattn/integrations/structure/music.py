@@ -56,7 +56,7 @@ class PastRows(Kind):
             roles = {"out": out, "joint": joint[0], "rel_key": others[0], **({"joint_bias": biases[0]} if biases else {})}
         forward = type(module).forward
         for arguments, means, batch_first in itertools.product(_arguments(forward), (ADDED, HIDDEN, SHOWN), (True, False)):
-            yield cls.layout(module, roles, arguments, mask=means, width=width, batch_first=batch_first, clips=clips)
+            yield cls.make_layout(module, roles, arguments, mask=means, width=width, batch_first=batch_first, clips=clips)
 
     def sizes(self, module: Any) -> Iterable[tuple[int, int]]:
         rows = len(weight_of(self.part(module, "rel_key")))
@@ -69,7 +69,7 @@ class PastRows(Kind):
         return states if self.options["batch_first"] else states.transpose(0, 1)
 
     def masks(self, batch: int, length: int) -> Iterator[tuple[str, torch.Tensor | None]]:
-        yield ", causal", self.mask_of(torch.ones(length, length, dtype=torch.bool).tril())
+        yield ", causal", self.stock_mask(torch.ones(length, length, dtype=torch.bool).tril())
 
     def accepts(
         self,
@@ -97,8 +97,9 @@ class PastRows(Kind):
         hidden = mask <= LOW if means == ADDED else mask == 0 if means == SHOWN else mask != 0
         return bool((hidden | ~future).all())
 
-    def pairs(self, module: Any, query: torch.Tensor, **given: Any) -> int:
-        return query.numel() // self.options["width"] * query.shape[1 if self.options["batch_first"] else 0]
+    def pairs(self, module: Any, **given: Any) -> int:
+        query = given["query"]
+        return query.numel() // self.options["width"] * query.shape[1 if self.options["batch_first"] else 0]  # type: ignore[no-any-return]
 
     def compute(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
@@ -116,15 +117,15 @@ class PastRows(Kind):
             v,
             rel_key,
             positions=RelativePositions(1 - len(table), 0),
-            attn_mask=self.seen(mask),
+            attn_mask=self.attn_mask(mask),
             is_causal=True,
             dropout_p=self.dropout_p(module),
         )
         states = join_heads(out)
         return self.output(module, states if batch_first else states.transpose(0, 1))
 
-    def seen(self, mask: torch.Tensor | None) -> torch.Tensor | None:
-        return super().seen(mask[None, None] if mask is not None and mask.dim() == 2 else mask)
+    def attn_mask(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+        return super().attn_mask(mask[None, None] if mask is not None and mask.dim() == 2 else mask)
 
     def counted(self, mask: torch.Tensor) -> torch.Tensor | None:
         found = super().counted(mask)

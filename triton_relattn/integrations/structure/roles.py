@@ -41,10 +41,10 @@ def assigned(names: Sequence[str], roles: Sequence[str]) -> dict[str, str] | Non
     remaining, found = list(names), {}
     for role in roles:
         for word in WORDS[role]:
-            having = [name for name in remaining if word in words_of(name)]
-            if len(having) == 1:
-                found[role] = having[0]
-                remaining.remove(having[0])
+            matching = [name for name in remaining if word in words_of(name)]
+            if len(matching) == 1:
+                found[role] = matching[0]
+                remaining.remove(matching[0])
                 break
     if len(found) == len(roles):
         return found

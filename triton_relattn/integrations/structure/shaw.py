@@ -46,7 +46,7 @@ class ClippedDistances(Kind):
         roles["rel_key"] = table
         masks = with_masks(type(module).forward, ("states",), SHOWN, HIDDEN)
         for flipped, (arguments, means) in itertools.product((True, False), masks):
-            yield cls.layout(module, roles, arguments, flipped=flipped, mask=means, width=width)
+            yield cls.make_layout(module, roles, arguments, flipped=flipped, mask=means, width=width)
 
     def sizes(self, module: Any) -> Iterable[tuple[int, int]]:
         clipped = len(weight_of(self.part(module, "rel_key"))) // 2
@@ -55,13 +55,18 @@ class ClippedDistances(Kind):
 
     def masks(self, batch: int, length: int) -> Iterator[tuple[str, torch.Tensor | None]]:
         yield "", None
-        yield " with padding", self.mask_of(padded(batch, length))
+        yield " with padding", self.stock_mask(padded(batch, length))
 
     def accepts(self, module: Any, states: torch.Tensor, mask: torch.Tensor | None = None) -> bool:
         table = self.part(module, "rel_key")
         if isinstance(table, nn.Embedding) and (table._forward_hooks or table._forward_pre_hooks or not is_table(table)):
             return False  # its rows are read, it is not called
         return states.dim() == 3 and (mask is None or mask.shape == states.shape[:2])
+
+    def counted(self, mask: torch.Tensor) -> torch.Tensor:
+        """Positions that are no padding: stock classes may hide all keys from the others."""
+        visible: Any = self.attn_mask(mask)
+        return visible[:, 0, 0, :, None]  # type: ignore[no-any-return]
 
     def compute(self, module: Any, states: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         query = self.part(module, "query")(states)
@@ -75,5 +80,5 @@ class ClippedDistances(Kind):
         last = len(rel_key) // 2
         positions = RelativePositions(-last, last)
         dropout_p = self.dropout_p(module)
-        out = fused_relative_attention(q, k, v, rel_key, positions=positions, attn_mask=self.seen(mask), dropout_p=dropout_p)
+        out = fused_relative_attention(q, k, v, rel_key, positions=positions, attn_mask=self.attn_mask(mask), dropout_p=dropout_p)
         return self.output(module, join_heads(out))

@@ -51,18 +51,18 @@ class ProjectedPositions(Kind):
         for shared, (arguments, means), positions, scale in choices:
             if POSITIONS in arguments.values():
                 options = {"rows": positions, "scale": scale, "width": width, "shared": shared}
-                yield cls.layout(module, roles, arguments, mask=means, **options)
+                yield cls.make_layout(module, roles, arguments, mask=means, **options)
 
     def sizes(self, module: Any) -> Iterable[tuple[int, int]]:
         return (2, 9), (1, 5), (3, 23), (1, 130)
 
     def masks(self, batch: int, length: int) -> Iterator[tuple[str, torch.Tensor | None]]:
-        yield "", self.mask_of(torch.ones(batch, 1, length, dtype=torch.bool))
+        yield "", self.stock_mask(torch.ones(batch, 1, length, dtype=torch.bool))
         real = padded(batch, length)[:, None]
-        yield " with padding", self.mask_of(real)
+        yield " with padding", self.stock_mask(real)
         window = (torch.arange(length)[:, None] - torch.arange(length)).abs() < 4
         chosen = torch.eye(length, dtype=torch.bool) | (torch.rand(batch, length, length) < 0.7)
-        yield ", a mask of pairs", self.mask_of(real & window & chosen)
+        yield ", a mask of pairs", self.stock_mask(real & window & chosen)
 
     def example(self, module: Any, batch: int, length: int, mask: torch.Tensor | None) -> dict[str, Any]:
         rows = length if self.options["rows"] == LEGACY_PAST else 2 * length - 1
@@ -74,7 +74,7 @@ class ProjectedPositions(Kind):
         yield from super().samples(module, is_light)
         cache, queries, past = self.layout.argument(CACHE), 4, 6
         if cache is not None and self.layout.returns == WITH_CACHE and self.options["rows"] == LATEST:
-            mask = self.mask_of(torch.ones(1, 1, queries + past, dtype=torch.bool))
+            mask = self.stock_mask(torch.ones(1, 1, queries + past, dtype=torch.bool))
             given = self.example(module, 1, queries, mask if self.layout.argument(MASK) else None)
             channels = projections(module)[self.roles["position"]][0]
             given[self.layout.argument(POSITIONS)] = torch.randn(1, 2 * (queries + past) - 1, channels)  # type: ignore[index]
@@ -125,16 +125,18 @@ class ProjectedPositions(Kind):
         if options["rows"] != LATEST:
             last = 0
             positions = positions[:, : 1 - first]
-        seen = self.seen(mask)
+        u, v_bias = (self.part(module, name).reshape(-1, width) for name in ("content_bias", "position_bias"))
+        visible = self.attn_mask(mask)
         out = attend(
             q,
             k,
             v,
             split_heads(self.part(module, "position")(positions), width),
-            *(self.part(module, name).reshape(-1, width) for name in ("content_bias", "position_bias")),
+            u,
+            v_bias,
             RelativePositions(first, last, "error" if options["rows"] == LATEST else "zero"),
             options["scale"],
-            attn_mask=None if seen is None else seen[..., : k.shape[2]],
+            attn_mask=None if visible is None else visible[..., : k.shape[2]],
             dropout_p=self.dropout_p(module),
         )
         result = self.output(module, join_heads(out))

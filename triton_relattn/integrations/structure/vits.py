@@ -53,7 +53,7 @@ class WindowedVectors(Kind):
         for bias, (arguments, means) in itertools.product(choices, masks):
             roles = {**children, **table_roles}
             options = {"block": block, "width": width, "channels_first": channels_first}
-            yield cls.layout(module, roles, arguments, proximal=bias, mask=means, **options)
+            yield cls.make_layout(module, roles, arguments, proximal=bias, mask=means, **options)
 
     def sizes(self, module: Any) -> Iterable[tuple[int, int]]:
         window = self.part(module, "rel_key").shape[1] // 2 if "rel_key" in self.roles else 0
@@ -66,8 +66,8 @@ class WindowedVectors(Kind):
     def masks(self, batch: int, length: int) -> Iterator[tuple[str, torch.Tensor | None]]:
         yield "", None
         real = padded(batch, length)
-        yield " with padding", self.mask_of((real[:, :, None] & real[:, None, :])[:, None])
-        yield ", causal", self.mask_of(torch.ones(1, 1, length, length, dtype=torch.bool).tril()).float()
+        yield " with padding", self.stock_mask((real[:, :, None] & real[:, None, :])[:, None])
+        yield ", causal", self.stock_mask(torch.ones(1, 1, length, length, dtype=torch.bool).tril()).float()
 
     def accepts(
         self, module: Any, query: torch.Tensor, key: torch.Tensor | None = None, mask: torch.Tensor | None = None
@@ -81,7 +81,8 @@ class WindowedVectors(Kind):
         options, others = self.options, query if key is None else key
         parts = (self.part(module, name)(states) for name, states in (("query", query), ("key", others), ("value", others)))
         q, k, v = (split_heads(part.mT if options["channels_first"] else part, options["width"]) for part in parts)
-        length, term = q.shape[2], dict[str, Any]()
+        length = q.shape[2]
+        term: dict[str, Any] = {}
         if options["block"] is not None and mask is not None:
             term["window_size"] = (options["block"], options["block"])
         if "rel_key" in self.roles:
@@ -97,7 +98,7 @@ class WindowedVectors(Kind):
             distances = torch.arange(1 - length, length, device=q.device).abs()
             term["rel_bias"] = -torch.log1p(distances.to(torch.promote_types(q.dtype, torch.float32)))
             term["positions"] = RelativePositions(1 - length, length - 1, outside="zero")
-        out = fused_relative_attention(q, k, v, attn_mask=self.seen(mask), dropout_p=self.dropout_p(module), **term)
+        out = fused_relative_attention(q, k, v, attn_mask=self.attn_mask(mask), dropout_p=self.dropout_p(module), **term)
         states = join_heads(out)
         return self.output(module, states.mT if options["channels_first"] else states)
 
