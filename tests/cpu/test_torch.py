@@ -679,7 +679,8 @@ def test_flop_counter() -> None:
 @pytest.mark.parametrize("first", ["", "torch.utils.flop_counter", "exported"])
 def test_flop_counter_whatever_is_imported_first(first: str, tmp_path: Path) -> None:
     """The first call is counted, also that of an exported program, and our import alone brings in nothing heavy."""
-    text = "import sys, torch, triton_relattn, triton_relattn.integrations.enable\nrun = triton_relattn.fused_relative_attention\n"
+    text = "import sys, torch, triton_relattn, triton_relattn.integrations.enable\n"
+    text += "run = triton_relattn.fused_relative_attention\n"
     if first == "exported":
 
         class Attend(nn.Module):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dis
-import sys
 from typing import NoReturn
 
 NAMES = {
@@ -36,16 +34,12 @@ def removed(what: str, instead: str) -> str:
 
 
 def refuse(package: str, name: str) -> NoReturn:
-    """Raise the error of a name that a module does not have: AttributeError, so that hasattr is false.
+    """Raise the error of a name that a module does not have.
 
     Raises:
-        ImportError: 0.3.0 removed it, and the caller is ``from package import name``, which drops messages of AttributeErrors.
-        AttributeError: otherwise.
+        ImportError: 0.3.0 removed it. (``from package import name`` drops the message of an AttributeError.)
+        AttributeError: it never existed.
     """
-    instead = NAMES.get(package, {}).get(name)
-    if instead is None:
-        raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name)
-    text, caller = removed(f"{package}.{name}", instead), sys._getframe(1)
-    if dis.opname[caller.f_code.co_code[caller.f_lasti]] == "IMPORT_FROM":
-        raise ImportError(text, name=f"{package}.{name}")
-    raise AttributeError(text, name=name)
+    if instead := NAMES.get(package, {}).get(name):
+        raise ImportError(removed(f"{package}.{name}", instead), name=f"{package}.{name}")
+    raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name)
