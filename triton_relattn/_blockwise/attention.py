@@ -30,8 +30,13 @@ from .masks import dropout, mask
 from .products import has_fast_fused_attention
 
 
-def logits(block: Block, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the masked logits, as matrices, and the derivative of softcap, None without softcap. out: memory for them."""
+def probabilities(
+    block: Block, out: torch.Tensor | None = None, lse: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return a block's probabilities, as matrices, and the derivative of softcap, None without softcap.
+
+    out: memory for them. lse: of softmax().
+    """
     group, call = block.group, block.call
     out = block.scores("scores", call.dtype) if out is None else out
     # scale * Q K^T: [heads_per_key * M, D] @ [D, N]
@@ -44,7 +49,10 @@ def logits(block: Block, out: torch.Tensor | None = None) -> tuple[torch.Tensor,
         slope = 1 - limited.square()
         limited.mul_(softcap)
     mask(block, pairs)
-    return scores, slope
+    probs = softmax(scores, block.may_hide_rows, lse)
+    if block.num_queries < block.num_rows:  # rows of no query
+        probs.view(block.shape)[:, :, block.num_queries :] = 0
+    return probs, slope
 
 
 def add_terms(block: Block, pairs: torch.Tensor) -> None:
@@ -92,12 +100,6 @@ def softmax_backward(probs: torch.Tensor, d_probs: torch.Tensor) -> torch.Tensor
     if probs.device.type == "cpu":  # elsewhere a row may be written before all of it is read
         return torch._softmax_backward_data(d_probs, probs, -1, probs.dtype, grad_input=d_probs)
     return d_probs.sub_((probs * d_probs).sum(-1, keepdim=True)).mul_(probs)
-
-
-def clear_rows(block: Block, probs: torch.Tensor) -> None:
-    """Set the probabilities of rows of no query to zero."""
-    if block.num_queries < block.num_rows:
-        probs.view(block.shape)[:, :, block.num_queries :] = 0
 
 
 def keeps_probs(tensors: AttentionTensors, spec: AttentionSpec) -> bool:
@@ -178,9 +180,7 @@ def block_by_steps(block: Block, out: torch.Tensor, lse: torch.Tensor | None, sa
     """Compute a block's part of out, a group's rows; lse of softmax(), saved_probs of forward()."""
     group, call = block.group, block.call
     part = None if saved_probs is None else saved_part(block, saved_probs)
-    scores, _ = logits(block, part.view(block.matrix_shape) if part is not None and is_view(part, block) else None)
-    probs = softmax(scores, block.may_hide_rows, lse)
-    clear_rows(block, probs)
+    probs, _ = probabilities(block, part.view(block.matrix_shape) if part is not None and is_view(part, block) else None, lse)
     if part is not None and part.data_ptr() != probs.data_ptr():
         part.copy_(probs.view(block.shape)[:, :, : block.num_queries, : block.num_keys])
     if (factors := dropout(block)) is not None:
@@ -320,13 +320,7 @@ def backward_block(gradients: Gradients, block: Block, saved_probs: torch.Tensor
     if not (gradients.beta or block.has_all_columns):
         gradients.clear()
     beta, gradients.beta = gradients.beta, 1
-    slope = None
-    if saved_probs is not None:
-        probs = read_probs(block, saved_probs)
-    else:
-        scores, slope = logits(block)
-        probs = softmax(scores, block.may_hide_rows)
-        clear_rows(block, probs)
+    probs, slope = probabilities(block) if saved_probs is None else (read_probs(block, saved_probs), None)
     factors = dropout(block)
     dropped = probs if factors is None else probs * factors
     d_out_rows = block.vectors(gradients.d_out)  # [S, H, M, Dv]

@@ -219,7 +219,14 @@ class Table:
             if self.is_bias:
                 self._add_bias(setting, inner, first, width)
             else:
-                self._add_band(setting, inner, first, width, vectors, total, alpha)
+                rows = self.operand(setting.heads, setting.dtype).narrow(-1, first, width)
+                band = self._band(setting, inner, rows)
+                if total is not None:
+                    self._add_rows(setting, band, rows, total, alpha)
+                if vectors is not None:  # the table's: [W, S * H * M] @ [S * H * M, M + N - 1]
+                    sums = select_heads(self.row_sums(), setting.heads).narrow(2, first, width)
+                    left = flatten_rows(cast(vectors, setting.dtype), rows.dim())
+                    setting.products.add(sums if rows.dim() == 3 else sums[0], left.mT, band, alpha)
         for end, columns in self.far(near, n):
             sums = pairs[..., columns].sum(-1, keepdim=True)
             if total is not None:
@@ -229,35 +236,25 @@ class Table:
                 sums = sums.sum((0, 2)) if len(self.table) > 1 else sums.sum((0, 1, 2))[None]
                 select_heads(self.end_sums(), setting.heads)[:, end].add_(sums, alpha=alpha)
 
-    def _add_band(
-        self,
-        setting: Setting,
-        pairs: torch.Tensor,
-        first: int,
-        width: int,
-        vectors: torch.Tensor | None,
-        total: torch.Tensor | None,
-        alpha: float,
-    ) -> None:
-        """Do what add_products() does for pairs whose rows of the table are those from first on."""
-        heads, products, memory, _, dtype = setting
-        rows = self.operand(heads, dtype).narrow(-1, first, width)
+    def _band(self, setting: Setting, pairs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Return the band of the pairs, with zeros around them. rows: the operand that it is multiplied with."""
         s, h, m, n = pairs.shape
-        shape = (s * h * m, width) if rows.dim() == 2 else (h, s * m, width)
-        band = memory.zeros(self.name, shape, dtype, pairs.shape)  # around the pairs it stays zero
+        shape = (s * h * m, rows.shape[-1]) if rows.dim() == 2 else (h, s * m, rows.shape[-1])
+        band = setting.memory.zeros(self.name, shape, setting.dtype, pairs.shape)  # around the pairs it stays zero
         skewed(band, pairs.shape, n).copy_(pairs)
-        # Rows: [S * H * M, M + N - 1] @ [M + N - 1, W].
-        if total is not None and s == h == 1:
+        return band
+
+    def _add_rows(self, setting: Setting, band: torch.Tensor, rows: torch.Tensor, total: torch.Tensor, alpha: float) -> None:
+        """Add alpha * band . rows, [S * H * M, M + N - 1] @ [M + N - 1, W], to total, [S, H, M, W]."""
+        (s, h, m, width), products = total.shape, setting.products
+        if s == h == 1:
             products.add(total[0, 0], band, rows.mT, alpha)
-        elif total is not None and rows.dim() == 2 and total.is_contiguous():
-            products.add(total.view(-1, total.shape[3]), band, rows.mT, alpha)
-        elif total is not None:
-            result = products(band, rows.mT).view(*((s, h) if rows.dim() == 2 else (h, s)), m, -1)
-            total.add_(result if rows.dim() == 2 else result.transpose(0, 1), alpha=alpha)
-        if vectors is not None:  # the table's: [W, S * H * M] @ [S * H * M, M + N - 1]
-            sums = select_heads(self.row_sums(), heads).narrow(2, first, width)
-            left = flatten_rows(cast(vectors, dtype), rows.dim())
-            products.add(sums if rows.dim() == 3 else sums[0], left.mT, band, alpha)
+        elif rows.dim() == 2 and total.is_contiguous():
+            products.add(total.view(-1, width), band, rows.mT, alpha)
+        elif rows.dim() == 2:
+            total.add_(products(band, rows.mT).view(total.shape), alpha=alpha)
+        else:  # a table of each head: [H, S * M, ...]
+            total.add_(products(band, rows.mT).view(h, s, m, width).transpose(0, 1), alpha=alpha)
 
     def _add_bias(self, setting: Setting, pairs: torch.Tensor, first: int, width: int) -> None:
         """Add the sums of the pairs of each position to the gradient of a bias."""

@@ -79,7 +79,7 @@ class Run(NamedTuple):
         return moved._replace(query=self.query + start * self.num_queries, key=self.key + start * self.num_keys)
 
     def sequences(self) -> list[Run]:
-        """Return each sequence by itself."""
+        """Return one run per sequence."""
         return [self.part(number, number + 1) for number in range(self.count)]
 
 

@@ -210,9 +210,9 @@ def add_gradients(part: Part, gradients: dict[str, torch.Tensor], wanted: Set[st
         part.write(gradients["key"], d_scores.mT, part.query, spec.scale)
     totals: dict[str, torch.Tensor] = {}
     for name in wanted & {"query", "rel_query"}:
-        own = part.select(gradients[name])
-        is_view = own.is_contiguous() and own.dtype == call.dtype
-        totals[name] = own if is_view else own.new_empty(own.shape, dtype=call.dtype)
+        gradient = part.select(gradients[name])
+        is_view = gradient.is_contiguous() and gradient.dtype == call.dtype
+        totals[name] = gradient if is_view else gradient.new_empty(gradient.shape, dtype=call.dtype)
     if "query" in totals:  # dQ = scale dS K
         call.products.scaled(d_scores, part.key, spec.scale, totals["query"].view(part.query.shape))
     if "rel_query" in totals:
@@ -229,6 +229,6 @@ def add_gradients(part: Part, gradients: dict[str, torch.Tensor], wanted: Set[st
                 own = None if total is None else select_rows(total, rows)
                 table.add_products(call.setting, select_rows(pairs, rows), call.base - rows.start, vectors, own, spec.rel_scale)
     for name, total in totals.items():
-        own = part.select(gradients[name])
-        if own.data_ptr() != total.data_ptr():
-            own.copy_(total)
+        gradient = part.select(gradients[name])
+        if gradient.data_ptr() != total.data_ptr():
+            gradient.copy_(total)
