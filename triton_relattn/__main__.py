@@ -22,7 +22,7 @@ from ._core.sizes import Parser, bounded, rows, sizes
 from ._implementations import can_run_triton, choose_implementation
 from .integrations.enable import enable
 from .integrations.transformers import families
-from .measure import Work, made, measure
+from .measure import Work, build, measure
 from .positions import RelativePositions
 
 
@@ -72,30 +72,29 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def tune(options: argparse.Namespace, device: str = "cuda") -> int:
-    """Tune the kernels of a call for this GPU; print a line per kernel. Return 0, or 2 without a GPU."""
+    """Tune the kernels of a call for this GPU, and print a line per kernel. Return 0, or 2 without a GPU."""
     if device == "cuda" and not torch.cuda.is_available():
         print("There is no GPU here: nothing to tune.")
         return 2
     from .kernels import tuning  # needs Triton
 
-    given = options.shape
-    dtype, heads, width, length = DTYPES[options.dtype], given["heads"], given["head_dim"], given["length"]
-    queries, key_heads = given.get("num_queries", length), given.get("key_heads", heads)
+    shape, dtype = options.shape, DTYPES[options.dtype]
+    heads, width, length = shape["heads"], shape["head_dim"], shape["length"]
+    queries, key_heads = shape.get("num_queries", length), shape.get("key_heads", heads)
     query, key, value = (
-        torch.randn(given["batch"], *each, width, dtype=dtype, device=device)
-        for each in ((heads, queries), (key_heads, length), (key_heads, length))
+        torch.randn(shape["batch"], *axes, width, dtype=dtype, device=device)
+        for axes in ((heads, queries), (key_heads, length), (key_heads, length))
     )
     count = options.table or (length if options.causal else 2 * length - 1)
-    past = count == length and options.causal and options.table is None
-    positions = RelativePositions(1 - count, 0) if past else RelativePositions.centred(count)
+    is_past = options.causal and options.table is None
+    positions = RelativePositions(1 - count, 0) if is_past else RelativePositions.centred(count)
     term: dict[str, Any] = {"positions": positions} if options.term != "none" else {}
     if options.term == "rel_key":
         term["rel_key"] = torch.randn(count, width, dtype=dtype, device=device)
     elif options.term == "rel_bias":
         term["rel_bias"] = torch.randn(heads, count, device=device)
-    print(
-        f"Timing the kernels on {torch.cuda.get_device_name() if device == 'cuda' else device}: a few minutes, mostly compiling."
-    )
+    name = torch.cuda.get_device_name() if device == "cuda" else device
+    print(f"Timing the kernels on {name}: a few minutes, mostly compiling.")
     tuning.tune(
         query,
         key,
@@ -103,36 +102,27 @@ def tune(options: argparse.Namespace, device: str = "cuda") -> int:
         is_causal=options.causal,
         query_offset=length - queries,
         enable_gqa=key_heads != heads,
-        report=lambda found: print(f"  {found}", flush=True),
+        report=lambda line: print(f"  {line}", flush=True),
         **term,
     )
     print(f"kept in {tuning.profile_of(query.device)}")
     return 0
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", required=True, metavar="PACKAGE:FACTORY", help="function without arguments that returns a model"
-    )
-
-
 def main(argv: Sequence[str] | None = None) -> int:
+    a_model: dict[str, Any] = {"metavar": "PACKAGE:FACTORY", "help": "function without arguments that returns a model"}
     parser = Parser(prog="python -m triton_relattn", description=__doc__)
     parser.add_argument("--families", action="store_true", help="print only the models of transformers that can be enabled")
     verbs = parser.add_subparsers(dest="verb", metavar="enable, measure, check, tune")
     verb = verbs.add_parser("enable", help="enable a model, and print what is replaced, compared and saved")
-    add_model(verb)
+    verb.add_argument("--model", required=True, **a_model)
     verb.add_argument(
         "--lengths", type=bounded(int, 1), nargs="+", default=[4096], help="positions to count memory for (%(default)s)"
     )
     verb = verbs.add_parser("measure", help="measure time, memory and output of a model before and after enable")
-    add_model(verb)
-    verb.add_argument(
-        "--length",
-        type=bounded(int, 1),
-        default=4096,
-        help="length of the input: tokens, feature frames or samples (%(default)s)",
-    )
+    verb.add_argument("--model", required=True, **a_model)
+    unit = "tokens, feature frames or samples"
+    verb.add_argument("--length", type=bounded(int, 1), default=4096, help=f"length of the input: {unit} (%(default)s)")
     verb.add_argument("--batch", type=bounded(int, 1), default=1, help="sequences of the input (%(default)s)")
     verb.add_argument("--seconds", type=bounded(float, 0), default=3.0, help="time of all steps of a model (%(default)s)")
     verb.add_argument("--backward", action="store_true", help="forward and backward, in place of the forward alone")
@@ -142,13 +132,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     verbs.add_parser("check", help="check the Triton kernels on this machine's GPU, a minute")
     verb = verbs.add_parser("tune", help="time configurations of the kernels on this machine's GPU, and keep the fastest ones")
-    verb.add_argument(
-        "--shape",
-        type=sizes,
-        required=True,
-        metavar="b4,h12,n1500,d80",
-        help="batch, heads, length, width; kv: heads of key and value",
-    )
+    shape_help = "batch, heads, length, width; kv: heads of key and value"
+    verb.add_argument("--shape", type=sizes, required=True, metavar="b4,h12,n1500,d80", help=shape_help)
     verb.add_argument("--table", type=rows, metavar="ROWS", help='rows of the table, or "full": one per distance (full)')
     verb.add_argument("--term", choices=TERMS, default=TERMS[0], help="what the table is (%(default)s)")
     verb.add_argument("--dtype", choices=DTYPES, default="bf16", help="of query, key and value (%(default)s)")
@@ -159,16 +144,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.verb == "tune":
         return tune(options)
     if options.verb == "measure":
-        given = (options.model, options.inputs, options.length, options.batch)
+        call = options.model, options.inputs, options.length, options.batch, DTYPES[options.dtype]
         try:
-            return measure(Work(*given, DTYPES[options.dtype], available_device(), options.backward, options.seconds))
+            return measure(Work(*call, available_device(), options.backward, options.seconds))
         except ValueError as error:
             raise SystemExit(str(error)) from error
     if options.verb == "enable":
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # the report says what was left, and why
-                print(enable(made(options.model), lengths=options.lengths))
+                print(enable(build(options.model), lengths=options.lengths))
         except (TypeError, ValueError, RuntimeError) as error:
             raise SystemExit(str(error)) from error
         return 0

@@ -31,7 +31,7 @@ THREADS = {"GOMP_SPINCOUNT": "1000"}
 
 
 def _proc_status(field: str) -> int:
-    """A memory field of this process, in bytes."""
+    """Return a memory field of this process, in bytes."""
     match = re.search(rf"^{field}:\s+(\d+) kB$", STATUS.read_text(), re.MULTILINE)
     if match is None:
         raise RuntimeError(f"{STATUS} has no field {field}")
@@ -39,12 +39,12 @@ def _proc_status(field: str) -> int:
 
 
 def resident() -> int:
-    """Resident memory of this process, in bytes; the largest that it ever had where there is no /proc."""
+    """Return the resident memory of this process, in bytes; the largest that it ever had where there is no /proc."""
     return _proc_status("VmRSS") if STATUS.exists() else _max_resident()
 
 
 def _max_resident() -> int:
-    """Largest resident memory this process ever had, in bytes, where there is no /proc."""
+    """Return the largest resident memory that this process ever had, in bytes."""
     import resource
 
     # Kilobytes, except on macOS, where it is bytes.
@@ -60,7 +60,7 @@ def map_blocks_from(size: int) -> None:
 
 
 def peak_cpu(work: Callable[[], object]) -> int:
-    """Bytes by which the peak of the resident memory during work exceeds what was resident just before."""
+    """Return the bytes by which the peak of the resident memory during work exceeds what was resident just before."""
     if not STATUS.exists():
         before = _max_resident()
         work()
@@ -75,7 +75,7 @@ def peak_cpu(work: Callable[[], object]) -> int:
 
 
 def peak_cuda(work: Callable[[], object]) -> int:
-    """Bytes by which the peak of the allocated GPU memory during work exceeds what was allocated just before."""
+    """Return the bytes by which the peak of the allocated GPU memory during work exceeds what was allocated just before."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -85,12 +85,12 @@ def peak_cuda(work: Callable[[], object]) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory is lacking: torch's CPU allocator raises a plain RuntimeError."""
+    """Return whether an error says that memory is lacking: torch's CPU allocator raises a plain RuntimeError."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
 
 
 def available_bytes() -> int:
-    """Memory that can be had without swapping."""
+    """Return the memory that can be had without swapping, in bytes."""
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         kilobytes = next(line.split()[1] for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable"))
@@ -125,11 +125,12 @@ def in_own_process(work: Callable[..., dict[str, Any]], arguments: tuple[Any, ..
     try:
         if not receiver.poll(timeout):
             return {"status": f"stopped: no result after {timeout:.0f} s"}
-        found: dict[str, Any] = receiver.recv()
-        return found
+        columns: dict[str, Any] = receiver.recv()
+        return columns
     except EOFError:
         process.join()
-        return {"status": ended(process.exitcode)}
+        is_killed = process.exitcode == -signal.SIGKILL
+        return {"status": f"{OUT_OF_MEMORY}: ended by the system" if is_killed else f"failed: ended with {process.exitcode}"}
     finally:
         process.kill()
         process.join()
@@ -138,10 +139,3 @@ def in_own_process(work: Callable[..., dict[str, Any]], arguments: tuple[Any, ..
 def _send(sender: Connection, work: Callable[..., dict[str, Any]], arguments: tuple[Any, ...]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that keeps the rows
     sender.send(work(*arguments))
-
-
-def ended(exit_code: int | None) -> str:
-    """Return the status of a process that has ended without a result."""
-    if exit_code == -signal.SIGKILL:
-        return f"{OUT_OF_MEMORY}: ended by the system"
-    return f"failed: ended with {exit_code}"

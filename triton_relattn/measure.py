@@ -7,6 +7,7 @@ fit into memory ends its own process alone.
 from __future__ import annotations
 
 import importlib
+import operator
 import sys
 import tempfile
 import time
@@ -20,7 +21,7 @@ from unittest import mock
 
 import torch
 
-from ._peaks import SHARE, available_bytes, in_own_process, is_out_of_memory, limit_memory, peak_cpu, peak_cuda
+from ._peaks import OUT_OF_MEMORY, SHARE, available_bytes, in_own_process, is_out_of_memory, limit_memory, peak_cpu, peak_cuda
 from .integrations.enable import enable
 from .integrations.replacement import Replacement
 
@@ -42,29 +43,26 @@ class Work(NamedTuple):
     seconds: float
 
 
-def found_at(place: str) -> Any:
+def find(path: str) -> Any:
     """Return what ``package.module:name`` names.
 
     Raises:
         ValueError: there is no such thing.
     """
-    module, _, name = place.partition(":")
+    module, _, name = path.partition(":")
     sys.path.insert(0, "")
     try:
-        found = importlib.import_module(module)
-        for each in name.split("."):
-            found = getattr(found, each)
+        return operator.attrgetter(name)(importlib.import_module(module))
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"{place}: {error}; expected package.module:function, from the folder of the file or with that in PYTHONPATH"
+            f"{path}: {error}; expected package.module:function, from the folder of the file or with that in PYTHONPATH"
         ) from error
-    return found
 
 
-def made(place: str) -> object:
+def build(path: str) -> object:
     """Return the model that ``package.module:factory`` returns, called without arguments; or the module itself that it names."""
-    found = found_at(place)
-    return found() if callable(found) and not isinstance(found, torch.nn.Module) else found
+    factory = find(path)
+    return factory() if callable(factory) and not isinstance(factory, torch.nn.Module) else factory
 
 
 def example_inputs(model: Any, length: int, batch: int) -> dict[str, torch.Tensor]:
@@ -74,60 +72,57 @@ def example_inputs(model: Any, length: int, batch: int) -> dict[str, torch.Tenso
         ValueError: they do not.
     """
     config, name = getattr(model, "config", None), getattr(model, "main_input_name", None)
-    sizes = {
-        each: getattr(config, each, None)
-        for each in ("vocab_size", "num_mel_bins", "feature_size", "feature_projection_input_dim")
-    }
-    if name == "input_ids" and isinstance(sizes["vocab_size"], int):
-        ids = torch.randint(sizes["vocab_size"], (batch, length))
+    vocabulary = getattr(config, "vocab_size", None)
+    widths = [getattr(config, key, None) for key in ("num_mel_bins", "feature_size", "feature_projection_input_dim")]
+    width = next((size for size in widths if isinstance(size, int)), None)
+    if name == "input_ids" and isinstance(vocabulary, int):
+        ids = torch.randint(vocabulary, (batch, length))
         return {name: ids} | ({"decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {})
     if name == "input_values":
         return {name: torch.randn(batch, length)}
-    if name == "input_features":
-        width = next((size for size in list(sizes.values())[1:] if isinstance(size, int)), None)
-        if width is not None:
-            return {name: torch.randn(batch, length, width)}
+    if name == "input_features" and width is not None:
+        return {name: torch.randn(batch, length, width)}
     raise ValueError(
         f"the inputs of {type(model).__name__} are not known. Name a function with --inputs package.module:function: it takes a "
         "length and returns a tensor, a tuple of positional arguments or a dict of keyword arguments"
     )
 
 
-def inputs_of(work: Work, model: torch.nn.Module, length: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def make_inputs(work: Work, model: torch.nn.Module, length: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return positional and keyword arguments of the model at a length, the same in every process."""
     torch.manual_seed(1)
-    given = example_inputs(model, length, work.batch) if work.inputs is None else found_at(work.inputs)(length)
+    inputs = example_inputs(model, length, work.batch) if work.inputs is None else find(work.inputs)(length)
 
-    def move(each: Any) -> Any:
-        if not isinstance(each, torch.Tensor):
-            return each
-        return each.to(work.device, work.dtype) if each.is_floating_point() else each.to(work.device)
+    def move(argument: Any) -> Any:
+        if not isinstance(argument, torch.Tensor):
+            return argument
+        return argument.to(work.device, work.dtype if argument.is_floating_point() else argument.dtype)
 
-    if isinstance(given, dict):
-        return (), {name: move(each) for name, each in given.items()}
-    return tuple(map(move, given if isinstance(given, (tuple, list)) else (given,))), {}
+    if isinstance(inputs, dict):
+        return (), {name: move(argument) for name, argument in inputs.items()}
+    return tuple(map(move, inputs if isinstance(inputs, (tuple, list)) else (inputs,))), {}
 
 
-def tensors_of(output: Any) -> list[torch.Tensor]:
+def floating_tensors(output: Any) -> list[torch.Tensor]:
     """Return the floating-point tensors of an output, however it is nested."""
     if isinstance(output, torch.Tensor):
         return [output] if output.is_floating_point() else []
     parts = output.values() if isinstance(output, dict) else output if isinstance(output, (tuple, list)) else ()
-    return [each for part in parts for each in tensors_of(part)]
+    return [tensor for part in parts for tensor in floating_tensors(part)]
 
 
 def step(work: Work, model: torch.nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> list[torch.Tensor]:
     """Run the model, with the backward of the sum of its outputs if that is wanted; return the outputs."""
     with torch.set_grad_enabled(work.backward):
-        outputs = tensors_of(model(*inputs[0], **inputs[1]))
+        outputs = floating_tensors(model(*inputs[0], **inputs[1]))
     if not outputs:
         raise ValueError(f"{type(model).__name__} returns no floating-point tensor")
     if work.backward:
         model.zero_grad()
-        torch.stack([each.float().sum() for each in outputs if each.requires_grad]).sum().backward()
+        torch.stack([output.float().sum() for output in outputs if output.requires_grad]).sum().backward()
     if work.device == "cuda":
         torch.cuda.synchronize()
-    return [each.detach() for each in outputs]
+    return [output.detach() for output in outputs]
 
 
 def largest_difference(outputs: list[torch.Tensor], others: list[torch.Tensor]) -> float:
@@ -144,40 +139,41 @@ def measure_model(work: Work, is_enabled: bool, file: str, memory_limit: int) ->
             warnings.simplefilter("ignore")  # what enable leaves is in its report
             return _measure_model(work, is_enabled, Path(file), memory_limit)
     except Exception as error:
-        said = f"more than {memory_limit / 2**30:.1f} GiB" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
-        return {"status": f"out of memory: {said}" if is_out_of_memory(error) else said}
+        if is_out_of_memory(error):
+            return {"status": f"{OUT_OF_MEMORY}: more than {memory_limit / 2**30:.1f} GiB"}
+        return {"status": f"{type(error).__name__}: {error}"}
 
 
 def _measure_model(work: Work, is_enabled: bool, file: Path, memory_limit: int) -> dict[str, Any]:
     if work.device == "cpu":
         limit_memory(memory_limit)
     torch.manual_seed(0)  # of weights that are random
-    model = made(work.model)
+    model = build(work.model)
     if not isinstance(model, torch.nn.Module):
         raise ValueError(f"{work.model} is {type(model).__name__}, not a torch.nn.Module")
     model = model.to(work.device, work.dtype).eval()
     unit = UNITS.get(getattr(model, "main_input_name", ""), "") if work.inputs is None else ""
     lengths = {"lengths": work.length} if unit == "tokens" else {}  # others are not positions of the attention
     report = str(enable(model, **lengths, check_calls=False)) if is_enabled else ""
-    inputs = inputs_of(work, model, work.length)
+    inputs = make_inputs(work, model, work.length)
     try:
-        step(work, model, inputs_of(work, model, min(WARM_UP, work.length)))
+        step(work, model, make_inputs(work, model, min(WARM_UP, work.length)))
     except Exception:  # shorter than the model takes
         pass
-    with counted_calls() as calls_of:
+    with counted_calls() as counts:
         peak = (peak_cuda if work.device == "cuda" else peak_cpu)(lambda: step(work, model, inputs))
     times = list[float]()
     while len(times) < FEWEST or sum(times) < work.seconds:
         began = time.perf_counter()
         outputs = step(work, model, inputs)
         times.append(time.perf_counter() - began)
-    outputs = [each.float().cpu() for each in outputs]
-    found = {"status": "ok", "seconds": min(times), "bytes": peak, "report": report, "unit": unit, "calls": dict(calls_of)}
+    outputs = [output.float().cpu() for output in outputs]
+    result = {"status": "ok", "seconds": min(times), "bytes": peak, "report": report, "unit": unit, "calls": dict(counts)}
     if not is_enabled:
         torch.save(outputs, file)
     elif file.stat().st_size:
-        found["difference"] = largest_difference(outputs, torch.load(file))
-    return found
+        result["difference"] = largest_difference(outputs, torch.load(file))
+    return result
 
 
 @contextmanager
@@ -185,13 +181,13 @@ def counted_calls() -> Iterator[Counter[str]]:
     """Count the calls of enabled attention that "ours" computes, and those that its "stock" class does."""
     counts, run, by_stock = Counter[str](), Replacement.run, Replacement.by_stock
 
-    def ours(*given: Any) -> Any:
+    def ours(*arguments: Any) -> Any:
         counts["ours"] += 1
-        return run(*given)
+        return run(*arguments)
 
-    def stock(*given: Any) -> Any:
+    def stock(*arguments: Any) -> Any:
         counts["stock"] += 1
-        return by_stock(*given)
+        return by_stock(*arguments)
 
     with mock.patch.object(Replacement, "run", ours), mock.patch.object(Replacement, "by_stock", stock):
         yield counts
@@ -203,21 +199,21 @@ def measure(work: Work) -> int:
     Raises:
         ValueError: there is no such model or function of inputs.
     """
-    for place in filter(None, (work.model, work.inputs)):
-        found_at(place)
+    for path in filter(None, (work.model, work.inputs)):
+        find(path)
     passes = "forward and backward" if work.backward else "forward"
-    print(
-        f"{work.model}, {passes}, length {work.length:,}, batch {work.batch}, {str(work.dtype)[6:]} on {work.device}", flush=True
-    )
-    found = []
+    conditions = f"length {work.length:,}, batch {work.batch}, {str(work.dtype)[6:]} on {work.device}"
+    print(f"{work.model}, {passes}, {conditions}", flush=True)
+    results = []
     with tempfile.NamedTemporaryFile(suffix=".pt") as file:
         for is_enabled, name in ((False, "stock"), (True, "triton_relattn")):
-            each = in_own_process(measure_model, (work, is_enabled, file.name, int(SHARE * available_bytes())), None)
-            found.append(each)
-            is_ok = each["status"] == "ok"
-            text = f"{each['seconds']:9.3f} s {each['bytes'] / 2**20:9,.0f} MiB" if is_ok else each["status"]
+            arguments = work, is_enabled, file.name, int(SHARE * available_bytes())
+            result = in_own_process(measure_model, arguments, None)
+            is_ok = result["status"] == "ok"
+            text = f"{result['seconds']:9.3f} s {result['bytes'] / 2**20:9,.0f} MiB" if is_ok else result["status"]
             print(f"  {name:15}{text}", flush=True)
-    stock, ours = found
+            results.append(result)
+    stock, ours = results
     if ours["status"] != "ok":
         return 1
     by_ours, by_stock = ours["calls"].get("ours", 0), ours["calls"].get("stock", 0)

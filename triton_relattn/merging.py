@@ -64,10 +64,10 @@ def merge_attention(
     dtype = compute_dtype(torch.promote_types(out1.dtype, lse1.dtype))
     lses = torch.stack((lse1.to(dtype), lse2.to(dtype)))
     top = lses.detach().amax(0)
-    blind = top == -torch.inf
+    fully_masked = top == -torch.inf
     # Of two infinite ones the difference is 0, not NaN.
-    weights = (lses - top.masked_fill(blind, 0)).masked_fill(lses == torch.inf, 0).exp()
-    total = weights.sum(0).masked_fill(blind, 1)
+    weights = (lses - top.masked_fill(fully_masked, 0)).masked_fill(lses == torch.inf, 0).exp()
+    total = weights.sum(0).masked_fill(fully_masked, 1)
     shares = (weights / total).unsqueeze(-1)
     # A result without weight may be anything, even the NaN that other functions return for a query that sees nothing.
     first, second = (out.to(dtype).masked_fill(share == 0, 0) for out, share in zip((out1, out2), shares, strict=True))

@@ -103,7 +103,7 @@ def t5_buckets(
         >>> fused_relative_attention(q, k, v, rel_bias=bias, positions=positions, scale=1.0, is_causal=True).shape
         torch.Size([1, 8, 10, 16])
     """
-    _require_integers(relative_position)
+    _check_integers(relative_position)
     num_buckets, max_distance = integer("num_buckets", num_buckets), integer("max_distance", max_distance)
     size = num_buckets // 2 if bidirectional else num_buckets
     exact = size // 2
@@ -152,7 +152,7 @@ def deberta_log_buckets(relative_position: torch.Tensor, bucket_size: int, max_p
         >>> position_queries[:, slots].shape  # rel_p2c of position to content, by the same slots
         torch.Size([4, 199, 16])
     """
-    _require_integers(relative_position)
+    _check_integers(relative_position)
     bucket_size, max_position = integer("bucket_size", bucket_size), integer("max_position", max_position)
     middle = bucket_size // 2
     if middle < 1:
@@ -308,22 +308,23 @@ def fold_transformer_xl(
     if query.dim() not in (3, 4):
         raise ValueError(f"query must have shape (B, H, N, D) or (total, H, D), got {tuple(query.shape)}")
     shape = (query.shape[1], query.shape[-1])
+    heads, width = shape
 
-    def fits(table: torch.Tensor) -> bool:
-        return table.shape[-1:] == shape[1:] and (table.dim() == 2 or (table.dim() == 3 and table.shape[0] == shape[0]))
+    def is_table(tensor: torch.Tensor) -> bool:
+        return tensor.shape[-1:] == (width,) and (tensor.dim() == 2 or (tensor.dim() == 3 and tensor.shape[0] == heads))
 
-    if not fits(rel_key):
-        cure = next((f"; {text}" for text, other in other_layouts("rel_key", rel_key, shape[0]) if fits(other)), "")
-        wanted = f"(R, {shape[1]}) or ({shape[0]}, R, {shape[1]})"
-        raise ValueError(f"rel_key must have shape {wanted}, got {tuple(rel_key.shape)}{cure}")
+    if not is_table(rel_key):
+        hint = next((f"; {text}" for text, other in other_layouts("rel_key", rel_key, heads) if is_table(other)), "")
+        got = f"{tuple(rel_key.shape)}{hint}"
+        raise ValueError(f"rel_key must have shape (R, {width}) or ({heads}, R, {width}), got {got}")
     for name, bias in (("u", u), ("v", v)):
         if tuple(bias.shape) != shape:
-            cure = ""
-            if tuple(bias.squeeze().shape) in (shape, (math.prod(shape),)):
-                cure = f"; {name}.reshape{shape} has it"
-            elif tuple(rel_key.shape) == shape and fits(bias):
-                cure = "; the order is query, rel_key, u, v"
-            raise ValueError(f"{name} must have shape (heads, width) = {shape}, got {tuple(bias.shape)}{cure}")
+            hint = ""
+            if tuple(bias.squeeze().shape) in (shape, (heads * width,)):
+                hint = f"; {name}.reshape{shape} has it"
+            elif tuple(rel_key.shape) == shape and is_table(bias):
+                hint = "; the order is query, rel_key, u, v"
+            raise ValueError(f"{name} must have shape (heads, width) = {shape}, got {tuple(bias.shape)}{hint}")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     dtype = torch.promote_types(query.dtype, torch.float32)
     with without_autocast(query.device):
@@ -331,7 +332,7 @@ def fold_transformer_xl(
     return (query + (u if query.dim() == 3 else u[:, None])).to(query.dtype), rel_bias
 
 
-def _require_integers(relative_position: torch.Tensor) -> None:
+def _check_integers(relative_position: torch.Tensor) -> None:
     if not isinstance(relative_position, torch.Tensor):
         example = "torch.arange(-128, 129) for a table with rows for -128 to 128"
         raise TypeError(f"relative_position must be a tensor of integers, as {example}, got {relative_position!r}")

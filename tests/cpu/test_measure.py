@@ -92,4 +92,4 @@ def test_inputs_of_transformers(name: str, sizes: dict[str, int], shape: tuple[i
 def test_differences() -> None:
     one, other = torch.tensor([1.0, -4.0]), torch.tensor([1.0, -3.0])
     assert measure.largest_difference([one, one], [one, other]) == pytest.approx(1 / 3)
-    assert measure.tensors_of({"a": one, "b": (other, torch.tensor(1), [one])})[1] is other
+    assert measure.floating_tensors({"a": one, "b": (other, torch.tensor(1), [one])})[1] is other

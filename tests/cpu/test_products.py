@@ -20,17 +20,12 @@ VARIABLE = "TRITON_RELATTN_CPU_PRODUCT"
 on_onednn = pytest.mark.skipif(not products.has_linear(), reason="this build of torch lacks oneDNN, or its linear")
 
 
-def chosen(choice: str) -> subprocess.CompletedProcess[str]:
-    """What a process of that choice prints of its environment."""
-    environment = {**os.environ, VARIABLE: choice}
-    command = [sys.executable, "-m", "triton_relattn"]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-
-
 @pytest.mark.parametrize("choice", ["torch", pytest.param("onednn", marks=on_onednn)])
 def test_the_variable_chooses(choice: str) -> None:
     """The environment that a user is asked for says what was chosen."""
-    process = chosen(choice)
+    environment = {**os.environ, VARIABLE: choice}
+    command = [sys.executable, "-m", "triton_relattn"]
+    process = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert process.returncode == 0, process.stderr
     assert f"float32 products: {choice}" in " ".join(process.stdout.split()), process.stdout
 
@@ -57,18 +52,9 @@ def test_without_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @on_onednn
 def test_the_probe_asks_for_speed_and_for_digits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "FASTER", 0.0)
-    assert products.is_faster()
+    """Also where new tensors are float64, or on another device, by default."""
     monkeypatch.setattr(products, "FASTER", 1e9)
     assert not products.is_faster()
-    monkeypatch.setattr(products, "FASTER", 0.0)
-    monkeypatch.setattr(products, "linear", lambda left, right: (left.bfloat16() @ right.t().bfloat16()).float())
-    assert not products.is_faster()
-
-
-@on_onednn
-def test_the_probe_ignores_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call on a CPU may be made where new tensors are float64, or on another device."""
     monkeypatch.setattr(products, "FASTER", 0.0)
     torch.set_default_dtype(torch.float64)
     torch.set_default_device("meta")
@@ -77,6 +63,8 @@ def test_the_probe_ignores_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         torch.set_default_device(None)
         torch.set_default_dtype(torch.float32)
+    monkeypatch.setattr(products, "linear", lambda left, right: (left.bfloat16() @ right.t().bfloat16()).float())
+    assert not products.is_faster()
 
 
 def test_only_long_float32_calls_ask(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,10 +113,7 @@ def test_nan_beside_rows_of_no_query(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = make_inputs(1, 1, 70, 70, 16, num_rows=139, dtype=torch.float32, seed=6)
     key, mask = inputs.key.clone(), torch.arange(70) != 9
     key[:, :, 9] = math.nan
-    results, expected = (
-        results_of("blockwise", each, attn_mask=mask)
-        for each in (inputs._replace(key=key), inputs._replace(key=key.nan_to_num()))
-    )
+    results, expected = (results_of("blockwise", inputs._replace(key=keys), attn_mask=mask) for keys in (key, key.nan_to_num()))
     assert results["d_value"].isfinite().all() and torch.equal(results["d_value"], expected["d_value"])
 
 
@@ -136,13 +121,13 @@ def test_nan_beside_rows_of_no_query(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sizes_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """oneDNN prepares for every size that it meets, and remembers it: over 60 lengths there are few."""
     cut_blocks(monkeypatch, 128, 1, 1, 64)
-    met, linear = set(), products.linear
+    sizes, linear = set(), products.linear
 
     def recorded(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        met.add((*left.shape, *right.shape))
+        sizes.add((*left.shape, *right.shape))
         return linear(left, right)
 
     monkeypatch.setattr(products, "linear", recorded)
     for length in range(401, 461):
         results_of("blockwise", make_inputs(1, 1, length, length, 16, num_rows=2 * length - 1, dtype=torch.float32, seed=0))
-    assert 0 < len(met) < 60, sorted(met)  # not one for each length, for any of its products
+    assert 0 < len(sizes) < 60, sorted(sizes)  # not one for each length, for any of its products

@@ -14,6 +14,8 @@ Columns in which all rows are beyond the table are *far*: their term is that of 
 
 The table that meets the keys, rel_p2c, has bands of the same kind. In transposed scores keys are the rows, and the position
 counts the other way: the *mirror* of a table has its rows in reverse order.
+
+Shapes in comments: S sequences, H heads, M rows and N columns of a block, a width W of the vectors.
 """
 
 from __future__ import annotations
@@ -44,34 +46,9 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
-def skewed(band: torch.Tensor, num_columns: int) -> torch.Tensor:
-    """Return the view (..., M, num_columns) of a band (..., M, width) in which pair (m, n) is column n - m + M - 1 of row m."""
-    *others, row, one = band.stride()
-    num_rows = band.shape[-2]
-    strides = (*others, row - one, one)
-    return band.as_strided((*band.shape[:-1], num_columns), strides, band.storage_offset() + (num_rows - 1) * one)
-
-
-def of_heads(table: torch.Tensor, heads: slice) -> torch.Tensor:
+def select_heads(table: torch.Tensor, heads: slice) -> torch.Tensor:
     """Return the tables of some heads: (1, ...) if all heads share one."""
     return table if table.shape[0] == 1 else narrow(table, 0, heads.start, heads.stop)
-
-
-def stacked(rows: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return rows (S, H, M, width) as the left operand of a product: (S * H * M, width), or, where each head has its table, with
-    three dimensions, (H, S * M, width)."""
-    if dim == 2:
-        return rows.reshape(-1, rows.shape[3])
-    return rows.transpose(0, 1).reshape(rows.shape[1], -1, rows.shape[3])
-
-
-def by_pair(band: torch.Tensor, sizes: torch.Size, num_columns: int) -> torch.Tensor:
-    """Return the view (S, H, M, num_columns) of a band in the order of stacked() by pair; see skewed(). sizes: S, H, M, ..."""
-    s, h, m = sizes[:3]
-    width = band.shape[-1]
-    sequence, head = (h, 1) if band.dim() == 2 else (1, s)
-    strides = (sequence * m * width, head * m * width, width - 1, 1)
-    return band.as_strided((s, h, m, num_columns), strides, band.storage_offset() + m - 1)
 
 
 def as_rows(name: str, table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -80,8 +57,33 @@ def as_rows(name: str, table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return cast(table if table.dim() == 3 else table[None], dtype)
 
 
+def flatten_rows(rows: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return rows [S, H, M, W] as the left operand of a product: [S * H * M, W], or, where each head has its table, with three
+    dimensions, [H, S * M, W]."""
+    if dim == 2:
+        return rows.reshape(-1, rows.shape[3])
+    return rows.transpose(0, 1).reshape(rows.shape[1], -1, rows.shape[3])
+
+
+def skewed(band: torch.Tensor, sizes: torch.Size, num_columns: int) -> torch.Tensor:
+    """Return the view [S, H, M, num_columns] of a band, [S * H * M, width] or [H, S * M, width], in which pair (m, n) is column
+    n - m + M - 1 of row m. sizes: S, H, M, ..."""
+    s, h, m = sizes[:3]
+    width = band.shape[-1]
+    sequence, head = (h, 1) if band.dim() == 2 else (1, s)
+    strides = (sequence * m * width, head * m * width, width - 1, 1)
+    return band.as_strided((s, h, m, num_columns), strides, band.storage_offset() + m - 1)
+
+
+def skewed_lines(band: torch.Tensor, num_columns: int) -> torch.Tensor:
+    """Return the same view of a band of any strides, (..., M, width): (..., M, num_columns)."""
+    *others, row, one = band.stride()
+    strides = (*others, row - one, one)
+    return band.as_strided((*band.shape[:-1], num_columns), strides, band.storage_offset() + (band.shape[-2] - 1) * one)
+
+
 class Setting(NamedTuple):
-    """Heads of some sequences whose terms are computed together."""
+    """Heads of some sequences whose terms are computed together, and how."""
 
     heads: slice
     products: Products
@@ -97,22 +99,22 @@ class Table:
     """
 
     def __init__(
-        self, name: str, table: torch.Tensor, first: int, clamp: bool, positions: range, seen: Sequence[tuple[int, int]]
+        self, name: str, table: torch.Tensor, first: int, clamp: bool, positions: range, visible: Sequence[tuple[int, int]]
     ) -> None:
         """Take the rows from a table.
 
         Args:
             table: (1 or Hq, R, width); of a bias, whose rows meet no vectors, the width is 1.
             first: the position of its first row. clamp: whether beyond its ends the end rows apply.
-            seen: ranges of positions that pairs have, in their order.
+            visible: ranges of positions that pairs have, in their order.
         """
         self.name, self.table, self.is_bias = name, table, name == "rel_bias"
         self.first, self.last, self.low = first, first + table.shape[1] - 1, positions.start
-        start, stop = (min(max(each, positions.start), positions.stop) for each in (first, self.last + 1))
+        start, stop = (min(max(end, positions.start), positions.stop) for end in (first, self.last + 1))
         self.own = slice(start - first, stop - first) if start < stop else slice(0, 0)
         self.inside = slice(start - self.low, stop - self.low)
-        """Rows of the table, and their place."""
-        lowest, highest = seen[0][0], max(high for _, high in seen)
+        """Rows of the table, and where they are among the positions."""
+        lowest, highest = visible[0][0], max(high for _, high in visible)
         self.has_far = (clamp and lowest < first, clamp and highest > self.last + 1)
         """Whether pairs are before the table's first row, and behind its last one, and have its term."""
         self.beyond = (slice(self.inside.start), slice(self.inside.stop, None))
@@ -122,35 +124,43 @@ class Table:
         for end, has_far in enumerate(self.has_far):
             if has_far:
                 rows[:, self.beyond[end]] = table[:, -end, None]
+        # Rows between the ranges of visible positions.
         stop = positions.start
-        for low, high in (*seen, (positions.stop, positions.stop)):
-            if stop < low and self._has(stop, low):
+        for low, high in (*visible, (positions.stop, positions.stop)):
+            if stop < min(low, positions.stop) and (any(self.has_far) or (low > self.first and stop <= self.last)):
                 rows, is_view = rows.clone() if is_view else rows, False
-                rows[:, max(stop - self.low, 0) : max(low - self.low, 0)] = 0
+                rows[:, stop - self.low : low - self.low] = 0
             stop = max(stop, high)
         self.rows = rows
-        self.operands: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
-        self.row_sums: torch.Tensor | None = None
-        self.end_sums: torch.Tensor | None = None
+        self._operands: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
         self._lines: tuple[slice, torch.Tensor] | None = None
-
-    def _has(self, low: int, high: int) -> bool:
-        """Return whether the table, or an end row, is what a range of positions has."""
-        return self.has_far[0] or self.has_far[1] or (low <= self.last and high > self.first)
+        self._row_sums: torch.Tensor | None = None
+        self._end_sums: torch.Tensor | None = None
 
     def operand(self, heads: slice, dtype: torch.dtype) -> torch.Tensor:
         """Return the rows as the transposed operand of a product in a dtype: (width, positions) if the heads share them, else
         (H, width, positions)."""
         kind = heads.start, heads.stop, dtype
-        if kind not in self.operands:
-            rows = cast(of_heads(self.rows, heads), dtype).mT
-            self.operands[kind] = rows[0] if len(rows) == 1 else rows
-        return self.operands[kind]
+        if kind not in self._operands:
+            rows = cast(select_heads(self.rows, heads), dtype).mT
+            self._operands[kind] = rows[0] if len(rows) == 1 else rows
+        return self._operands[kind]
+
+    def lines(self, heads: slice) -> torch.Tensor:
+        """Return the rows of a bias as a band of a few rows, (1 or H, LINES, positions), each of which has all of them."""
+        if self._lines is None or self._lines[0] != heads:
+            self._lines = heads, select_heads(self.rows, heads).mT.expand(-1, LINES, -1).contiguous()
+        return self._lines[1]
 
     def near(self, base: int, num_rows: int, num_columns: int) -> tuple[int, int]:
         """Return the first and the end of the columns in which some row has a position of the table."""
         start = min(max(self.first - base, 0), num_columns)
         return start, max(min(self.last - base + num_rows, num_columns), start)
+
+    def far(self, near: tuple[int, int], num_columns: int) -> list[tuple[int, slice]]:
+        """Return the columns beyond the table that have a term, with the number of the end row."""
+        columns = ((0, slice(0, near[0])), (1, slice(near[1], num_columns)))
+        return [(end, part) for end, part in columns if self.has_far[end] and part.start < part.stop]
 
     def window(self, position: int, num_rows: int, num_columns: int, products: Products) -> tuple[int, int]:
         """Return the first of the rows that a block needs whose row 0 and first column have that position, and their number: a
@@ -159,21 +169,14 @@ class Table:
         width = up(num_rows + num_columns - 1, products.band_step)
         return first, min(width, self.rows.shape[1] - first)
 
-    def far(self, near: tuple[int, int], num_columns: int) -> list[tuple[int, slice]]:
-        """Return the columns beyond the table that have a term, with the number of the end row."""
-        if near == (0, num_columns):
-            return []
-        sides = ((0, slice(0, near[0])), (1, slice(near[1], num_columns)))
-        return [(end, columns) for end, columns in sides if self.has_far[end] and columns.start < columns.stop]
-
     def add_terms(
         self, setting: Setting, pairs: torch.Tensor, base: int, vectors: torch.Tensor | None = None, alpha: float = 1.0
     ) -> None:
-        """Add alpha * vectors . table to the pairs (S, H, M, N) of a block; of a bias, its rows.
+        """Add alpha * vectors . table to the pairs [S, H, M, N] of a block; of a bias, its rows.
 
         Args:
             base: the position of row 0 and column 0.
-            vectors: the rows, (S, H, M, width).
+            vectors: the rows, [S, H, M, W].
         """
         m, n = pairs.shape[2:]
         near = start, stop = self.near(base, m, n)
@@ -183,24 +186,19 @@ class Table:
                 count = min(LINES, m - row)
                 first, width = self.window(base + start - row, count, stop - start, setting.products)
                 band = lines[:, :count].narrow(2, first, width)
-                narrow(narrow(pairs, 2, row, row + count), 3, start, stop).add_(skewed(band, stop - start))
+                narrow(narrow(pairs, 2, row, row + count), 3, start, stop).add_(skewed_lines(band, stop - start))
         elif start < stop and vectors is not None:
             first, width = self.window(base + start, m, stop - start, setting.products)
             rows = self.operand(setting.heads, setting.term_dtype).narrow(-1, first, width)
-            left = stacked(cast(vectors, setting.term_dtype), rows.dim())
-            place = setting.memory("terms", (*left.shape[:-1], width), setting.term_dtype)
-            band = setting.products(left, rows, place)
-            narrow(pairs, 3, start, stop).add_(by_pair(band, pairs.shape, stop - start), alpha=alpha)
+            left = flatten_rows(cast(vectors, setting.term_dtype), rows.dim())
+            # The band: [S * H * M, W] @ [W, M + N - 1].
+            out = setting.memory("terms", (*left.shape[:-1], width), setting.term_dtype)
+            band = setting.products(left, rows, out)
+            narrow(pairs, 3, start, stop).add_(skewed(band, pairs.shape, stop - start), alpha=alpha)
         for end, columns in self.far(near, n):
-            end_row = of_heads(self.table, setting.heads)[:, -end, :, None]
+            end_row = select_heads(self.table, setting.heads)[:, -end, :, None]
             terms = end_row if vectors is None else vectors @ end_row
             pairs[..., columns].add_(terms, alpha=alpha)
-
-    def lines(self, heads: slice) -> torch.Tensor:
-        """Return the rows of a bias as a band of a few rows, (1 or H, LINES, positions), each of which has all of them."""
-        if self._lines is None or self._lines[0] != heads:
-            self._lines = heads, of_heads(self.rows, heads).mT.expand(-1, LINES, -1).contiguous()
-        return self._lines[1]
 
     def add_products(
         self,
@@ -211,7 +209,7 @@ class Table:
         total: torch.Tensor | None,
         alpha: float = 1.0,
     ) -> None:
-        """Add alpha * pairs . table to total, (S, H, M, width), and alpha * pairs^T . vectors to the gradient of the table, where
+        """Add alpha * pairs . table to total, [S, H, M, W], and alpha * pairs^T . vectors to the gradient of the table, where
         they are not None. Of a bias the gradient is the sum of the pairs of each position."""
         m, n = pairs.shape[2:]
         near = start, stop = self.near(base, m, n)
@@ -221,44 +219,42 @@ class Table:
             if self.is_bias:
                 self._add_bias(setting, inner, first, width)
             else:
-                self._add_band(setting, inner, first, width, vectors, total, alpha)
+                rows = self.operand(setting.heads, setting.dtype).narrow(-1, first, width)
+                band = self._band(setting, inner, rows)
+                if total is not None:
+                    self._add_rows(setting, band, rows, total, alpha)
+                if vectors is not None:  # the table's: [W, S * H * M] @ [S * H * M, M + N - 1]
+                    sums = select_heads(self.row_sums(), setting.heads).narrow(2, first, width)
+                    left = flatten_rows(cast(vectors, setting.dtype), rows.dim())
+                    setting.products.add(sums if rows.dim() == 3 else sums[0], left.mT, band, alpha)
         for end, columns in self.far(near, n):
-            found = pairs[..., columns].sum(-1, keepdim=True)
+            sums = pairs[..., columns].sum(-1, keepdim=True)
             if total is not None:
-                total.addcmul_(found, of_heads(self.table, setting.heads)[:, -end, None], value=alpha)
+                total.addcmul_(sums, select_heads(self.table, setting.heads)[:, -end, None], value=alpha)
             if self.is_bias or vectors is not None:
-                found = found if vectors is None else found * vectors
-                found = found.sum((0, 2)) if len(self.table) > 1 else found.sum((0, 1, 2))[None]
-                of_heads(self.sums_of_ends(), setting.heads)[:, end].add_(found, alpha=alpha)
+                sums = sums if vectors is None else sums * vectors
+                sums = sums.sum((0, 2)) if len(self.table) > 1 else sums.sum((0, 1, 2))[None]
+                select_heads(self.end_sums(), setting.heads)[:, end].add_(sums, alpha=alpha)
 
-    def _add_band(
-        self,
-        setting: Setting,
-        pairs: torch.Tensor,
-        first: int,
-        width: int,
-        vectors: torch.Tensor | None,
-        total: torch.Tensor | None,
-        alpha: float,
-    ) -> None:
-        """Do what add_products() does for pairs whose rows of the table are those from first on."""
-        heads, products, memory, _, dtype = setting
-        rows = self.operand(heads, dtype).narrow(-1, first, width)
+    def _band(self, setting: Setting, pairs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Return the band of the pairs, with zeros around them. rows: the operand that it is multiplied with."""
         s, h, m, n = pairs.shape
-        shape = (s * h * m, width) if rows.dim() == 2 else (h, s * m, width)
-        band = memory.zeros(self.name, shape, dtype, pairs.shape)  # around the pairs it stays zero
-        by_pair(band, pairs.shape, n).copy_(pairs)
-        if total is not None and s == h == 1:
+        shape = (s * h * m, rows.shape[-1]) if rows.dim() == 2 else (h, s * m, rows.shape[-1])
+        band = setting.memory.zeros(self.name, shape, setting.dtype, pairs.shape)  # around the pairs it stays zero
+        skewed(band, pairs.shape, n).copy_(pairs)
+        return band
+
+    def _add_rows(self, setting: Setting, band: torch.Tensor, rows: torch.Tensor, total: torch.Tensor, alpha: float) -> None:
+        """Add alpha * band . rows, [S * H * M, M + N - 1] @ [M + N - 1, W], to total, [S, H, M, W]."""
+        (s, h, m, width), products = total.shape, setting.products
+        if s == h == 1:
             products.add(total[0, 0], band, rows.mT, alpha)
-        elif total is not None and rows.dim() == 2 and total.is_contiguous():
-            products.add(total.view(-1, total.shape[3]), band, rows.mT, alpha)
-        elif total is not None:
-            found = products(band, rows.mT).view(*((s, h) if rows.dim() == 2 else (h, s)), m, -1)
-            total.add_(found if rows.dim() == 2 else found.transpose(0, 1), alpha=alpha)
-        if vectors is not None:
-            sums = of_heads(self.sums(), heads).narrow(2, first, width)
-            left = stacked(cast(vectors, dtype), rows.dim())
-            products.add(sums if rows.dim() == 3 else sums[0], left.mT, band, alpha)
+        elif rows.dim() == 2 and total.is_contiguous():
+            products.add(total.view(-1, width), band, rows.mT, alpha)
+        elif rows.dim() == 2:
+            total.add_(products(band, rows.mT).view(total.shape), alpha=alpha)
+        else:  # a table of each head: [H, S * M, ...]
+            total.add_(products(band, rows.mT).view(h, s, m, width).transpose(0, 1), alpha=alpha)
 
     def _add_bias(self, setting: Setting, pairs: torch.Tensor, first: int, width: int) -> None:
         """Add the sums of the pairs of each position to the gradient of a bias."""
@@ -267,35 +263,35 @@ class Table:
             pairs = pairs.sum((0, 1) if is_shared else 0, keepdim=True)
         h = pairs.shape[1]
         band = setting.memory.zeros(self.name, (h, m, up(width, LINE)), pairs.dtype, pairs.shape)
-        skewed(band, n).copy_(pairs[0])
-        of_heads(self.sums(), setting.heads)[:, 0].narrow(1, first, width).add_(band.sum(1)[:, :width])
+        skewed_lines(band, n).copy_(pairs[0])
+        select_heads(self.row_sums(), setting.heads)[:, 0].narrow(1, first, width).add_(band.sum(1)[:, :width])
 
-    def sums(self) -> torch.Tensor:
+    def row_sums(self) -> torch.Tensor:
         """Return what is added up for the gradient of the rows, transposed: (1 or Hq, width, positions)."""
-        if self.row_sums is None:
-            self.row_sums = self.rows.new_zeros(self.rows.shape[0], self.rows.shape[2], self.rows.shape[1])
-        return self.row_sums
+        if self._row_sums is None:
+            self._row_sums = self.rows.new_zeros(self.rows.shape[0], self.rows.shape[2], self.rows.shape[1])
+        return self._row_sums
 
-    def sums_of_ends(self) -> torch.Tensor:
+    def end_sums(self) -> torch.Tensor:
         """Return what is added up for the gradient of the two end rows, (1 or Hq, 2, width)."""
-        if self.end_sums is None:
-            self.end_sums = self.table.new_zeros(self.table.shape[0], 2, self.table.shape[2])
-        return self.end_sums
+        if self._end_sums is None:
+            self._end_sums = self.table.new_zeros(self.table.shape[0], 2, self.table.shape[2])
+        return self._end_sums
 
     def gradient(self) -> torch.Tensor | None:
         """Return the gradient of the table, (1 or Hq, R, width); None if nothing was added to it."""
-        if self.row_sums is None and self.end_sums is None:
+        if self._row_sums is None and self._end_sums is None:
             return None
-        if self.row_sums is not None and not any(self.has_far) and self.own == slice(0, self.table.shape[1]):
-            return self.row_sums[:, :, self.inside].mT.contiguous()
-        result = self.table.new_zeros(self.table.shape)
-        if self.row_sums is not None:
-            row_sums = self.row_sums.mT
-            result[:, self.own] = row_sums[:, self.inside]
+        if self._row_sums is not None and not any(self.has_far) and self.own == slice(0, self.table.shape[1]):
+            return self._row_sums[:, :, self.inside].mT.contiguous()
+        gradient = self.table.new_zeros(self.table.shape)
+        if self._row_sums is not None:
+            row_sums = self._row_sums.mT
+            gradient[:, self.own] = row_sums[:, self.inside]
             for end, has_far in enumerate(self.has_far):
                 if has_far:
-                    result[:, -end] += row_sums[:, self.beyond[end]].sum(1)
-        if self.end_sums is not None:
-            for end in (0, 1):
-                result[:, -end] += self.end_sums[:, end]
-        return result
+                    gradient[:, -end] += row_sums[:, self.beyond[end]].sum(1)
+        if self._end_sums is not None:
+            gradient[:, 0] += self._end_sums[:, 0]
+            gradient[:, -1] += self._end_sums[:, 1]
+        return gradient

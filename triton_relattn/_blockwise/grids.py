@@ -6,6 +6,8 @@ A key has two coordinates, so the terms of a query are not N numbers but h + w: 
 grid. They are broadcast into a block of scores, to which the product of queries and keys is then added; in the backward, sums
 of the block over its columns and over its rows are their gradients. So a term costs an addition a score, and no product. A
 block has some queries, successive in the grid, and all keys; sizes are those of cut.py.
+
+Shapes in comments: G heads of all sequences, counted through; M queries of a block, h x w of them on the grid; Nk keys.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from .products import Memory, Products, product_dtype
 
 
 class Block(NamedTuple):
-    """Queries of some heads (of all sequences, counted through): rows of the grid, a part of one row, or what is before it."""
+    """Queries of some heads: rows of the grid, a part of one row, or queries before the grid, of no rows and columns."""
 
     heads: slice
     queries: slice
@@ -32,30 +34,33 @@ class Block(NamedTuple):
     columns: slice
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """Heads, and the rows and columns of its part of the grid."""
-        return tuple(each.stop - each.start for each in (self.heads, self.rows, self.columns))  # type: ignore[return-value]
+    def has_terms(self) -> bool:
+        return self.rows.stop > self.rows.start
+
+    def on_grid(self, vectors: torch.Tensor) -> torch.Tensor:
+        """Return what belongs to the queries, [G, M, ...], by row and column, [G, h, w, ...]."""
+        return vectors.unflatten(1, (self.rows.stop - self.rows.start, self.columns.stop - self.columns.start))
 
 
 def blocks(tensors: GridTensors) -> Iterator[tuple[slice, list[Block]]]:
-    """Some heads, and the blocks of their queries."""
+    """Yield some heads, and the blocks of their queries."""
     batch, num_heads, _, _ = tensors.query.shape
     num_keys, prefix = tensors.key.shape[2], tensors.prefix
     height, width = tensors.rel_h.shape[0], tensors.rel_w.shape[0]
-    threads = cut.threads_of(tensors.query.device)
+    threads = cut.threads_on(tensors.query.device)
     fewest, elements = min(batch * num_heads, threads), threads * cut.SIZES.elements
     most_queries = max(cut.SIZES.rows, elements // max(fewest * num_keys, 1))
     columns = cut.evenly(width, min(width, most_queries))
     rows = cut.evenly(height, max(most_queries // max(width, 1), 1))
     largest = (rows[-1].stop - rows[-1].start) * (columns[-1].stop - columns[-1].start)
     for heads in cut.evenly(batch * num_heads, max(elements // max(largest * num_keys, 1), fewest, 1)):
-        found = [Block(heads, queries, slice(0, 0), slice(0, 0)) for queries in cut.evenly(prefix, most_queries)]
+        parts = [Block(heads, queries, slice(0, 0), slice(0, 0)) for queries in cut.evenly(prefix, most_queries)]
         for row in rows:
             for column in columns:
                 start = prefix + row.start * width + column.start
                 stop = prefix + (row.stop - 1) * width + column.stop
-                found.append(Block(heads, slice(start, stop), row, column))
-        yield heads, found
+                parts.append(Block(heads, slice(start, stop), row, column))
+        yield heads, parts
 
 
 class GridCall:
@@ -69,45 +74,44 @@ class GridCall:
         if tensors.dropout_seed is not None:
             origins = tensors.dropout_origins
             self.origins = (origins_of(batch, heads, tensors.query.device) if origins is None else origins).flatten(0, 1)
-        self.query, self.key, self.value = (each.flatten(0, 1) for each in tensors[:3])
+        self.query, self.key, self.value = (matrices.flatten(0, 1) for matrices in tensors[:3])
         self.rel_h, self.rel_w = tensors.rel_h.to(self.dtype), tensors.rel_w.to(self.dtype)
-        self.grid = tensors.rel_h.shape[1], tensors.rel_w.shape[1]
-        self.buffers = Memory(tensors.query)
-        self.products = Products(by_onednn=False)
+        self.memory, self.products = Memory(tensors.query), Products(by_onednn=False)
 
-    def buffer(self, name: str, block: Block) -> torch.Tensor:
+    def scores(self, name: str, block: Block) -> torch.Tensor:
         """Return memory of that name for the scores of a block, uninitialised."""
         shape = (block.heads.stop - block.heads.start, block.queries.stop - block.queries.start, self.key.shape[1])
-        return self.buffers(name, shape, self.dtype)
+        return self.memory(name, shape, self.dtype)
 
     def rows(self, tensor: torch.Tensor, block: Block) -> torch.Tensor:
-        """Rows of a tensor of queries that belong to a block, as operands of products."""
+        """Return the block's rows of a tensor of queries, as operands of products."""
         return tensor[block.heads, block.queries].to(self.product_dtype)
 
     def operand(self, scores: torch.Tensor) -> torch.Tensor:
-        """Probabilities, or gradients of scores, as an operand of a product; see products.py."""
+        """Return probabilities, or gradients of scores, as an operand of a product; see products.py."""
         if scores.dtype == self.product_dtype:
             return scores
-        return self.buffers("operand", tuple(scores.shape), self.product_dtype).copy_(scores)
+        return self.memory("operand", tuple(scores.shape), self.product_dtype).copy_(scores)
 
-    def on_grid(self, scores: torch.Tensor) -> torch.Tensor:
-        """Scores of the keys on the grid, (heads, queries, height, width)."""
-        return scores[:, :, self.tensors.prefix :].unflatten(2, self.grid)
+    def keys_on_grid(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return scores of the keys on the grid, [G, M, key height, key width]."""
+        grid = self.rel_h.shape[1], self.rel_w.shape[1]
+        return scores[:, :, self.tensors.prefix :].unflatten(2, grid)
 
-    def probabilities(self, block: Block, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """softmax(S) of a block."""
-        scores, has_terms = self.buffer("scores", block), block.rows.stop > 0
-        if has_terms:
-            by_place = query.unflatten(1, block.shape[1:])
-            of_rows = torch.einsum("gyxd,ykd->gyxk", by_place, self.rel_h[block.rows]).flatten(1, 2)
-            of_columns = torch.einsum("gyxd,xkd->gyxk", by_place, self.rel_w[block.columns]).flatten(1, 2)
+    def probs(self, block: Block, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """Return softmax(S) of a block, [G, M, Nk]."""
+        scores = self.scores("scores", block)
+        if block.has_terms:
+            vectors = block.on_grid(query)  # [G, h, w, D]
+            row_terms = torch.einsum("gyxd,ykd->gyxk", vectors, self.rel_h[block.rows]).flatten(1, 2)  # [G, M, key height]
+            column_terms = torch.einsum("gyxd,xkd->gyxk", vectors, self.rel_w[block.columns]).flatten(1, 2)  # [G, M, key width]
             scores[:, :, : self.tensors.prefix] = 0
-            torch.add(of_rows[..., None], of_columns[:, :, None], out=self.on_grid(scores))
-        self.products.add(scores, query, key.mT, self.scale, beta=int(has_terms))
-        return torch.softmax(scores, -1, out=self.buffer("probs", block))
+            torch.add(row_terms[..., None], column_terms[:, :, None], out=self.keys_on_grid(scores))
+        self.products.add(scores, query, key.mT, self.scale, beta=int(block.has_terms))
+        return torch.softmax(scores, -1, out=self.scores("probs", block))
 
     def dropout(self, block: Block) -> torch.Tensor | None:
-        """Factors of a block's probabilities, None without dropout."""
+        """Return the factors of a block's probabilities, None without dropout."""
         seed = self.tensors.dropout_seed
         if seed is None:
             return None
@@ -118,17 +122,17 @@ class GridCall:
 
 
 def new_out(tensors: GridTensors) -> torch.Tensor:
-    """Empty out, (B, H, Nq, Dv) in the inputs' dtype."""
+    """Return memory for out, (B, H, Nq, Dv) in the inputs' dtype."""
     return tensors.query.new_empty(*tensors.query.shape[:3], tensors.value.shape[3])
 
 
 def forward(tensors: GridTensors, scale: float, dropout_p: float) -> torch.Tensor:
-    """out (B, H, Nq, Dv) in the inputs' dtype."""
+    """Return out (B, H, Nq, Dv) in the inputs' dtype."""
     out, call = new_out(tensors), GridCall(tensors, scale, dropout_p)
     for heads, parts in blocks(tensors):
         key, value = call.key[heads].to(call.dtype), call.value[heads].to(call.product_dtype)
         for block in parts:
-            probs = call.probabilities(block, call.rows(call.query, block).to(call.dtype), key)
+            probs = call.probs(block, call.rows(call.query, block).to(call.dtype), key)
             if (factors := call.dropout(block)) is not None:
                 probs.mul_(factors)
             out.flatten(0, 1)[heads, block.queries] = torch.bmm(call.operand(probs), value).to(out.dtype)
@@ -138,66 +142,65 @@ def forward(tensors: GridTensors, scale: float, dropout_p: float) -> torch.Tenso
 def backward(
     d_out: torch.Tensor, tensors: GridTensors, scale: float, dropout_p: float, wanted: Sequence[bool]
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of query, key, value, rel_h and rel_w, None where not wanted."""
+    """Return the gradients of query, key, value, rel_h and rel_w, None where not wanted."""
     call, d_out = GridCall(tensors, scale, dropout_p), d_out.flatten(0, 1)
     matrices = (call.query, call.key, call.value, tensors.rel_h, tensors.rel_w)
     totals = [
-        each.new_zeros(each.shape, dtype=None if number == 0 else call.dtype) if want else None
-        for number, (each, want) in enumerate(zip(matrices, wanted, strict=True))
+        tensor.new_zeros(tensor.shape, dtype=None if number == 0 else call.dtype) if is_wanted else None
+        for number, (tensor, is_wanted) in enumerate(zip(matrices, wanted, strict=True))
     ]
     for heads, parts in blocks(tensors):
         key, value = call.key[heads].to(call.product_dtype), call.value[heads].to(call.dtype)
         wide_key = key.to(call.dtype)
         for block in parts:
-            add_block(totals, call, block, key, wide_key, value, call.rows(d_out, block))
+            backward_block(totals, call, block, key, wide_key, value, call.rows(d_out, block))
     return tuple(
         None if total is None else total.view(tensor.shape).to(tensor.dtype)  # type: ignore[union-attr]
         for total, tensor in zip(totals, tensors, strict=False)
     )
 
 
-def add_block(
+def backward_block(
     totals: Sequence[torch.Tensor | None],
     call: GridCall,
     block: Block,
     key: torch.Tensor,
     wide_key: torch.Tensor,
     value: torch.Tensor,
-    rows: torch.Tensor,
+    d_out: torch.Tensor,
 ) -> None:
-    """Add a block's part to the gradients. key and rows, those of out, are operands of products; the others have the compute
-    dtype."""
+    """Add a block's part to the gradients. key and d_out are operands of products; the others have the compute dtype."""
     d_query, d_key, d_value, d_rel_h, d_rel_w = totals
     query, factors = call.rows(call.query, block), call.dropout(block)
     wide_query = query.to(call.dtype)
-    probs = call.probabilities(block, wide_query, wide_key)
-    if d_value is not None:
+    probs = call.probs(block, wide_query, wide_key)
+    if d_value is not None:  # dV += P^T dO
         operand = call.operand(probs if factors is None else probs * factors)
-        call.products.add(d_value[block.heads], operand.mT, rows)
+        call.products.add(d_value[block.heads], operand.mT, d_out)
     if d_query is None and d_key is None and d_rel_h is None and d_rel_w is None:
         return
-    d_probs = torch.bmm(rows.to(call.dtype), value.mT, out=call.buffer("scores", block))
+    d_probs = torch.bmm(d_out.to(call.dtype), value.mT, out=call.scores("scores", block))  # dP = dO V^T
     if factors is not None:
         d_probs.mul_(factors)
-    d_scores = softmax_backward(probs, d_probs)
-    result = None
+    d_scores = softmax_backward(probs, d_probs)  # dS = P (dP - delta)
+    rows = None
     if d_key is not None or d_query is not None:
         operand = call.operand(d_scores)
-        if d_key is not None:
+        if d_key is not None:  # dK += scale dS^T Q
             call.products.add(d_key[block.heads], operand.mT, query, call.scale)
-        if d_query is not None:
-            result = torch.bmm(operand, key).to(call.dtype).mul_(call.scale)
-    if block.rows.stop > 0:
-        by_place, on_grid = wide_query.unflatten(1, block.shape[1:]), call.on_grid(d_scores)
+        if d_query is not None:  # dQ = scale dS K + the gradients of both terms
+            rows = torch.bmm(operand, key).to(call.dtype).mul_(call.scale)
+    if block.has_terms:
+        vectors, on_grid = block.on_grid(wide_query), call.keys_on_grid(d_scores)
         terms = (
             ("y", on_grid.sum(-1), call.rel_h[block.rows], d_rel_h, block.rows),
             ("x", on_grid.sum(-2), call.rel_w[block.columns], d_rel_w, block.columns),
         )
-        for letter, of_terms, table, total, place in terms:
-            d_terms = of_terms.unflatten(1, block.shape[1:])
+        for letter, sums, table, total, part in terms:
+            d_terms = block.on_grid(sums)
             if total is not None:
-                total[place] += torch.einsum(f"gyxk,gyxd->{letter}kd", d_terms, by_place)
-            if result is not None:
-                result.unflatten(1, block.shape[1:]).add_(torch.einsum(f"gyxk,{letter}kd->gyxd", d_terms, table))
-    if d_query is not None and result is not None:
-        d_query[block.heads, block.queries] = result.to(d_query.dtype)
+                total[part] += torch.einsum(f"gyxk,gyxd->{letter}kd", d_terms, vectors)
+            if rows is not None:
+                block.on_grid(rows).add_(torch.einsum(f"gyxk,{letter}kd->gyxd", d_terms, table))
+    if d_query is not None and rows is not None:
+        d_query[block.heads, block.queries] = rows.to(d_query.dtype)

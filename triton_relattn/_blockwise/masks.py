@@ -1,7 +1,8 @@
 """What hides pairs of a block, and what drops them.
 
-Logits of hidden pairs become -inf by a clamp of their bits as integers: a clamp of floats would keep a NaN; masked_fill_()
-takes up to ten times as long on a CPU, more than softmax.
+A mask is kept as two tensors of integers, the least and the largest that the bits of a logit may have: any for a visible pair,
+those of -inf for a hidden one. A clamp between them makes hidden logits -inf even if they are NaN, as a clamp of floats would
+not; masked_fill_() takes up to ten times as long on a CPU, more than softmax.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from .._core.dropout import keep_mask, keep_scale
 
 if TYPE_CHECKING:
-    from .cut import Block
+    from .blocks import Block
 
 BITS = {
     torch.float64: (torch.int64, -1 << 52),
@@ -23,7 +24,7 @@ BITS = {
 }
 """Integers of the same size, and the bits of -inf."""
 Limits: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
-"""The least and the largest integer that the bits of each logit may have: any, or those of -inf."""
+"""The least and the largest integer that the bits of each logit may have."""
 
 
 def limits(visible: torch.Tensor, dtype: torch.dtype) -> Limits:
@@ -47,47 +48,48 @@ def triangles(num_rows: int, dtype: torch.dtype, device: torch.device) -> tuple[
 
 
 def mask(block: Block, pairs: torch.Tensor) -> None:
-    """Add a float mask to the logits of the pairs, and set those of hidden pairs to -inf."""
-    group, spec, given = block.group, block.call.spec, block.call.tensors.attn_mask
-    if given is not None:
-        add_mask(block, pairs, given)
+    """Add a float mask to the logits of the pairs [S, H, M, N], and set those of hidden pairs to -inf."""
+    group, spec, attn_mask = block.group, block.call.spec, block.call.tensors.attn_mask
+    if attn_mask is not None:
+        add_mask(block, pairs, attn_mask)
     num_rows, num_columns = pairs.shape[2:]
     if spec.window_left >= 0:  # hides n - m < -(base + left)
         skip = block.base + spec.window_left
         stop = min(num_rows - 1 - skip, num_columns)
         if stop > 0:
-            hide(pairs[..., :stop], *(each[:, skip : skip + stop] for each in block.triangles(pairs.dtype)[0]))
+            left, _ = block.call.triangles(num_rows, pairs.dtype)
+            hide(pairs[..., :stop], *(limit[:, skip : skip + stop] for limit in left))
     if spec.window_right >= 0:  # hides n - m > right - base
         first = spec.window_right - block.base + 1
         start = max(first, 0)
-        if start < block.num_seen:
-            skip, count = start - first, block.num_seen - start
-            hide(pairs[..., start : block.num_seen], *(each[:, skip : skip + count] for each in block.triangles(pairs.dtype)[1]))
-    if not group.is_alike:
-        exists = group.places[1].exists[:, None, None, block.start : block.start + num_columns]
-        hide(pairs, *limits(exists, pairs.dtype))
-    if block.num_seen < num_columns:
-        pairs[..., block.num_seen :].fill_(-math.inf)
+        if start < block.num_keys:
+            skip, count = start - first, block.num_keys - start
+            _, right = block.call.triangles(num_rows, pairs.dtype)
+            hide(pairs[..., start : block.num_keys], *(limit[:, skip : skip + count] for limit in right))
+    if (exists := group.key_rows.exists) is not None:
+        hide(pairs, *limits(exists[:, None, None, block.start : block.start + num_columns], pairs.dtype))
+    if block.num_keys < num_columns:
+        pairs[..., block.num_keys :].fill_(-math.inf)
 
 
-def add_mask(block: Block, pairs: torch.Tensor, given: torch.Tensor) -> None:
+def add_mask(block: Block, pairs: torch.Tensor, attn_mask: torch.Tensor) -> None:
     """Add the call's float mask to the logits, or hide the pairs that a boolean one hides."""
-    group, first = block.group, block.group.stack[0]
+    group, first = block.group, block.group.runs[0]
     keys = group.base + first.offset + block.start
-    places = (
-        slice(first.entry, first.entry + first.count) if group.is_alike else [each.entry for each in group.sequences],
+    indices = (
+        slice(first.entry, first.entry + first.count) if group.is_uniform else [run.entry for run in group.sequences],
         group.heads,
-        slice(block.row, block.row + block.num_real),
-        slice(keys, keys + block.num_seen),
+        slice(block.row, block.row + block.num_queries),
+        slice(keys, keys + block.num_keys),
     )
-    for dim, place in enumerate(places):
-        if given.shape[dim] > 1:
-            given = given[(slice(None),) * dim + (place,)]
-    pairs = pairs[:, :, : block.num_real, : block.num_seen]
-    if given.dtype == torch.bool:
-        hide(pairs, *limits(given, pairs.dtype))
+    for dim, index in enumerate(indices):
+        if attn_mask.shape[dim] > 1:
+            attn_mask = attn_mask[(slice(None),) * dim + (index,)]
+    pairs = pairs[:, :, : block.num_queries, : block.num_keys]
+    if attn_mask.dtype == torch.bool:
+        hide(pairs, *limits(attn_mask, pairs.dtype))
     else:
-        pairs.add_(given)
+        pairs.add_(attn_mask)
 
 
 def dropout(block: Block) -> torch.Tensor | None:
@@ -96,12 +98,12 @@ def dropout(block: Block) -> torch.Tensor | None:
     seed, origins, dropout_p = call.tensors.dropout_seed, call.tensors.dropout_origins, call.spec.dropout_p
     if seed is None:
         return None
-    sequences = group.sequences
-    origin = [(each.number, 0, 0, 0) for each in sequences]
+    runs = group.sequences
+    origin = [(run.number, 0, 0, 0) for run in runs]  # as what dropout counts sequence, head, first query and first key
     if origins is not None:
         by_sequence = origins[:, 0].tolist()
-        origin = [tuple(by_sequence[each.number]) for each in sequences]
-    keys = [group.base + each.offset + block.start + first for each, (*_, first) in zip(sequences, origin, strict=True)]
+        origin = [tuple(by_sequence[run.number]) for run in runs]
+    keys = [group.base + run.offset + block.start + first for run, (*_, first) in zip(runs, origin, strict=True)]
     counts = torch.tensor(origin, device=seed.device)[:, :3]
     sequence, head, query = counts[:, :, None, None, None].unbind(1)
     head = head + torch.arange(group.heads.start, group.heads.stop, device=seed.device)[:, None, None]

@@ -70,41 +70,41 @@ def product_dtype(query: torch.Tensor, num_pairs: int) -> torch.dtype:
 
 
 class Memory:
-    """Memory by names, on one device, which blocks use one after the other."""
+    """Memory by names, on one device, which blocks use one after the other: new megabytes cost page faults."""
 
     def __init__(self, like: torch.Tensor) -> None:
         self.like = like
-        self._held: dict[str, torch.Tensor] = {}
-        self._kinds: dict[str, object] = {}
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._layouts: dict[str, object] = {}
 
     def __call__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return memory of that name, uninitialised."""
         return self._view(name, shape, dtype)
 
-    def zeros(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, kind: object) -> torch.Tensor:
-        """Return memory that is zero but for what was written to it since the last call of another kind."""
-        found, kind = self._view(name, shape, dtype), (kind, shape, dtype)
-        if self._kinds.get(name) != kind:
-            found.zero_()
-            self._kinds[name] = kind
-        return found
+    def zeros(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, layout: object) -> torch.Tensor:
+        """Return memory that is zero but for what was written to it since the last call of another layout."""
+        buffer, layout = self._view(name, shape, dtype), (layout, shape, dtype)
+        if self._layouts.get(name) != layout:
+            buffer.zero_()
+            self._layouts[name] = layout
+        return buffer
 
     def clear(self) -> None:
         """Free all."""
-        self._held.clear()
-        self._kinds.clear()
+        self._buffers.clear()
+        self._layouts.clear()
 
     def _view(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        held = self._held.get(name)
-        if held is not None and held.shape == shape and held.dtype == dtype:
-            return held
+        buffer = self._buffers.get(name)
+        if buffer is not None and buffer.shape == shape and buffer.dtype == dtype:
+            return buffer
         size = math.prod(shape)
-        if held is None or held.dtype != dtype or held.numel() < size:
-            del held
-            self._held.pop(name, None)  # before more is allocated
-            self._held[name] = self.like.new_empty(shape, dtype=dtype)
-            return self._held[name]
-        return held.view(-1)[:size].view(shape)
+        if buffer is None or buffer.dtype != dtype or buffer.numel() < size:
+            del buffer
+            self._buffers.pop(name, None)  # before more is allocated
+            self._buffers[name] = self.like.new_empty(shape, dtype=dtype)
+            return self._buffers[name]
+        return buffer.view(-1)[:size].view(shape)
 
 
 class Products:
@@ -117,28 +117,28 @@ class Products:
         self.by_onednn = by_onednn
         self.step, self.band_step = (STEP, STEP) if by_onednn else (1, LINE)
 
-    def takes(self, left: torch.Tensor) -> bool:
-        """Return whether oneDNN computes a product, in new memory."""
+    def uses_onednn(self, left: torch.Tensor) -> bool:
+        """Return whether oneDNN computes a product. Its result is new memory."""
         return self.by_onednn and left.dim() == 2 and left.dtype == torch.float32
 
     def __call__(self, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the product: out, or new memory."""
-        if self.takes(left):
+        if self.uses_onednn(left):
             return linear(left, right.t())
         return torch.bmm(left, right, out=out) if left.dim() == 3 else torch.mm(left, right, out=out)
 
     def scaled(self, left: torch.Tensor, right: torch.Tensor, alpha: float, out: torch.Tensor) -> torch.Tensor:
         """Return alpha times the product: out, or new memory."""
-        if self.takes(left) and left.shape[1] > right.shape[1] and alpha not in (0, 1):
+        if self.uses_onednn(left) and left.shape[1] > right.shape[1] and alpha not in (0, 1):
             return self(left, right).mul_(alpha)  # the smaller one
-        if alpha == 1 or alpha == 0 or self.takes(left):
+        if alpha == 1 or alpha == 0 or self.uses_onednn(left):
             return self(left if alpha == 1 else left * alpha, right, out)
         multiply = torch.baddbmm if left.dim() == 3 else torch.addmm
         return multiply(out, left, right, beta=0, alpha=alpha, out=out)
 
     def add(self, total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, alpha: float = 1.0, beta: int = 1) -> None:
         """Add alpha times the product to total; with beta = 0 write it there."""
-        if total.dtype != left.dtype or self.takes(left) or alpha == 0:
+        if total.dtype != left.dtype or self.uses_onednn(left) or alpha == 0:
             if beta:
                 total.add_(self(left, right), alpha=alpha)
             else:
@@ -182,17 +182,17 @@ def chooses_onednn() -> bool:
         ValueError: the variable has another value.
         NotImplementedError: it asks for "onednn", which this torch lacks.
     """
-    wanted = os.environ.get(VARIABLE, "")
-    if wanted not in ("", "onednn", "torch"):
-        raise ValueError(f'{VARIABLE} must be "onednn" or "torch", got {wanted!r}')
-    if wanted == "torch":
+    choice = os.environ.get(VARIABLE, "")
+    if choice not in ("", "onednn", "torch"):
+        raise ValueError(f'{VARIABLE} must be "onednn" or "torch", got {choice!r}')
+    if choice == "torch":
         return False
     if not has_linear():
-        if wanted:
+        if choice:
             text = f"{VARIABLE}=onednn: this build of torch {torch.__version__} has no oneDNN, or lacks its linear"
             raise NotImplementedError(text)
         return False
-    return bool(wanted) or is_faster()
+    return bool(choice) or is_faster()
 
 
 def has_linear() -> bool:
@@ -209,15 +209,15 @@ def has_linear() -> bool:
 def is_faster() -> bool:
     """Measure whether oneDNN is faster by FASTER, and as exact, with one block of queries and a thousand keys."""
     generator = torch.Generator("cpu").manual_seed(0)
-    drawn = torch.randn(128 + 1024, 64, generator=generator, dtype=torch.float32, device="cpu")
-    left, right = drawn.split((128, 1024))
+    numbers = torch.randn(128 + 1024, 64, generator=generator, dtype=torch.float32, device="cpu")
+    left, right = numbers.split((128, 1024))
     exact = left.double() @ right.double().t()
-    ways = (lambda: torch.mm(left, right.t()), lambda: linear(left, right))
-    errors = [(way() - exact).abs().max().item() for way in ways]
+    candidates = (lambda: torch.mm(left, right.t()), lambda: linear(left, right))
+    errors = [(product() - exact).abs().max().item() for product in candidates]
     fastest = [math.inf, math.inf]
     for _ in range(8):
-        for number, way in enumerate(ways):
+        for number, product in enumerate(candidates):
             start = time.perf_counter()
-            way()
+            product()
             fastest[number] = min(fastest[number], time.perf_counter() - start)
     return fastest[0] > FASTER * fastest[1] and errors[1] <= 2 * errors[0]

@@ -1,7 +1,7 @@
 """Attention of short sequences on a CPU, with all scores of a sequence at once: the formulas of attention.py without its blocks.
 
 On few scores a step takes as long as torch takes to start it, and the cut of a call into blocks takes longer than all steps. So
-calls of the common kinds are computed some whole sequences at a time, in matrices (B * Hk, sharing * Nq, Nk).
+calls of the common kinds are computed some whole sequences at a time, in matrices (S * Hk, heads_per_key * Nq, Nk).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from .._core.spec import TABLES, AttentionSpec, AttentionTensors
 from . import cut
 from .attention import in_order, new_lse, softmax, softmax_backward, wanted_by_name
 from .bands import Setting, Table, as_rows, cast, narrow, up
+from .blocks import may_be_infinite
 from .masks import hide, limits
 from .products import LINE, Memory, Products, product_dtype, transposed
 
@@ -43,13 +44,13 @@ def serves(tensors: AttentionTensors, spec: AttentionSpec) -> bool:
     return sees_first and sees_last and product_dtype(query, batch * num_pairs) == compute_dtype(query.dtype)
 
 
-def rows_of(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
+def select_rows(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
     """Return some rows of (S, H, M, ...)."""
     return narrow(tensor, 2, rows.start, rows.stop)
 
 
 class Short:
-    """What sequences of a call share: their tables, positions and masks."""
+    """What the sequences of a call share: their tables, positions and masks."""
 
     def __init__(self, tensors: AttentionTensors, spec: AttentionSpec) -> None:
         query, num_queries, num_keys = tensors.query, tensors.query.shape[2], tensors.key.shape[2]
@@ -67,7 +68,7 @@ class Short:
         positions = range(low, low + count)
         low = max(low, -spec.window_left) if spec.window_left >= 0 else low
         high = min(high, spec.window_right + 1) if spec.window_right >= 0 else high
-        self.hides_row = tensors.attn_mask is not None or low > self.base + num_keys - num_queries or high <= self.base
+        self.hides_rows = tensors.attn_mask is not None or low > self.base + num_keys - num_queries or high <= self.base
         """Whether a mask may hide all keys from a query, or it stands so far beyond their ends that the window does."""
         self.tables: list[Table] = []
         for name in TABLES:
@@ -76,9 +77,9 @@ class Short:
                 self.tables.append(Table(name, rows, spec.first, spec.clamp, positions, ((low, high),)))
 
     @cached_property
-    def may_be_blind(self) -> bool:
+    def may_hide_rows(self) -> bool:
         """Whether a query may see nothing, also by a bias of -inf."""
-        return self.hides_row or cut.has_infinite_table(self.tensors)
+        return self.hides_rows or may_be_infinite(self.tensors)
 
     @cached_property
     def window(self) -> torch.Tensor | None:
@@ -86,19 +87,19 @@ class Short:
         spec, query = self.spec, self.tensors.query
         if spec.window_left < 0 and spec.window_right < 0:
             return None
-        shown = torch.ones(query.shape[2], self.tensors.key.shape[2], dtype=torch.bool, device=query.device)
+        visible = torch.ones(query.shape[2], self.tensors.key.shape[2], dtype=torch.bool, device=query.device)
         if spec.window_right >= 0:  # n - m <= right - base
-            shown.tril_(spec.window_right - self.base)
+            visible.tril_(spec.window_right - self.base)
         if spec.window_left >= 0:
-            shown.triu_(-spec.window_left - self.base)
-        return shown
+            visible.triu_(-spec.window_left - self.base)
+        return visible
 
     def parts(self) -> list[Part]:
         """Return the sequences, as many at a time as a block has scores for."""
         batch, heads, num_queries, _ = self.tensors.query.shape
         elements = cut.SIZES.elements * cut.threads_for(self.tensors, cut.SIZES.elements)
         most = max(elements // (heads * num_queries * self.tensors.key.shape[2]), 1)
-        return [Part(self, each) for each in cut.evenly(batch, most)]
+        return [Part(self, sequences) for sequences in cut.evenly(batch, most)]
 
 
 class Part:
@@ -112,61 +113,62 @@ class Part:
         self.query, self.key, self.value = self.matrices(query), self.matrices(key), self.matrices(value)
         self.vectors = self.query.view(*self.shape[:3], -1)
         if rel_query is not None:
-            self.vectors = cast(self.of(rel_query), call.dtype)
+            self.vectors = cast(self.select(rel_query), call.dtype)
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what belongs to the sequences."""
+    def select(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sequences' part of a tensor."""
         return narrow(tensor, 0, self.sequences.start, self.sequences.stop)
 
     def matrices(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return (B, heads, N, width) as (B * Hk, sharing * N, width) in the dtype of scores."""
-        return cast(self.of(tensor), self.call.dtype).reshape(self.num_matrices, -1, tensor.shape[3])
+        """Return (B, heads, N, width) as (S * Hk, heads_per_key * N, width) in the dtype of scores."""
+        return cast(self.select(tensor), self.call.dtype).reshape(self.num_matrices, -1, tensor.shape[3])
 
-    def probs(self, place: torch.Tensor | None, lse: torch.Tensor | None = None) -> torch.Tensor:
+    def probs(self, out: torch.Tensor | None, lse: torch.Tensor | None = None) -> torch.Tensor:
         """Return the probabilities, in memory that is given or new; lse as of softmax()."""
         call, matrices = self.call, (*self.query.shape[:2], self.shape[3])
-        scores = call.memory("scores", matrices, call.dtype) if place is None else place.view(matrices)
+        scores = call.memory("scores", matrices, call.dtype) if out is None else out.view(matrices)
         call.products.scaled(self.query, transposed(self.key, self.query.shape[1]), call.spec.scale, scores)
-        pairs = scores.view(self.shape)
+        pairs = scores.view(self.shape)  # [S, H, Nq, Nk]
         for table in call.tables:
             if table.is_bias:
                 table.add_terms(call.setting, pairs, call.base)
             else:
                 for rows in call.rows:
-                    base, vectors = call.base - rows.start, rows_of(self.vectors, rows)
-                    table.add_terms(call.setting, rows_of(pairs, rows), base, vectors, call.spec.rel_scale)
+                    base, vectors = call.base - rows.start, select_rows(self.vectors, rows)
+                    table.add_terms(call.setting, select_rows(pairs, rows), base, vectors, call.spec.rel_scale)
         self.mask(pairs)
-        return softmax(scores, call.may_be_blind, lse)
+        return softmax(scores, call.may_hide_rows, lse)
 
     def mask(self, pairs: torch.Tensor) -> None:
         """Add a float mask, and set the logits of hidden pairs to -inf."""
-        given, visible = self.call.tensors.attn_mask, self.call.window
-        if given is not None:
-            given = self.of(given) if given.shape[0] > 1 else given
-            if given.dtype == torch.bool:
-                visible = given if visible is None else given & visible
+        attn_mask, visible = self.call.tensors.attn_mask, self.call.window
+        if attn_mask is not None:
+            attn_mask = self.select(attn_mask) if attn_mask.shape[0] > 1 else attn_mask
+            if attn_mask.dtype == torch.bool:
+                visible = attn_mask if visible is None else attn_mask & visible
             else:
-                pairs.add_(given)
+                pairs.add_(attn_mask)
         if visible is not None:
             hide(pairs, *limits(visible, pairs.dtype))
 
     def write(self, tensor: torch.Tensor, left: torch.Tensor, right: torch.Tensor, alpha: float = 1.0) -> None:
         """Write alpha times a product of matrices to the sequences of (B, heads, N, width)."""
-        place, shape, call = self.of(tensor), (*left.shape[:2], right.shape[2]), self.call
-        if place.is_contiguous() and place.dtype == left.dtype:
-            call.products.scaled(left, right, alpha, place.view(shape))
+        part, shape, call = self.select(tensor), (*left.shape[:2], right.shape[2]), self.call
+        if part.is_contiguous() and part.dtype == left.dtype:
+            call.products.scaled(left, right, alpha, part.view(shape))
         else:
-            found = call.products.scaled(left, right, alpha, call.memory("rows", shape, left.dtype))
-            place.copy_(found.view(place.shape))
+            result = call.products.scaled(left, right, alpha, call.memory("rows", shape, left.dtype))
+            part.copy_(result.view(part.shape))
 
 
 def forward(
-    tensors: AttentionTensors, spec: AttentionSpec, kept: torch.Tensor | None = None
+    tensors: AttentionTensors, spec: AttentionSpec, saved_probs: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute out, lse, and the probabilities if they are kept, as attention.forward() does."""
+    """Compute out, lse, and the probabilities if they are saved, as attention.forward() does."""
     out, lse = new_like(tensors.query, tensors.value.shape[3]), new_lse(tensors, spec)
     for part in Short(tensors, spec).parts():
-        probs = part.probs(None if kept is None else part.of(kept), part.of(lse) if spec.with_lse else None)
+        saved = None if saved_probs is None else part.select(saved_probs)
+        probs = part.probs(saved, part.select(lse) if spec.with_lse else None)
         part.write(out, probs, part.value)
     return out, lse
 
@@ -177,27 +179,28 @@ def backward(
     tensors: AttentionTensors,
     spec: AttentionSpec,
     wanted: Iterable[bool],
-    kept: torch.Tensor | None = None,
+    saved_probs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients, as attention.backward() does."""
-    call, named = Short(tensors, spec), wanted_by_name(tensors, wanted)
-    gradients = {name: gradient_like(each) for name, each in named.items() if name not in TABLES}
+    call, inputs = Short(tensors, spec), wanted_by_name(tensors, wanted)
+    gradients = {name: gradient_like(tensor) for name, tensor in inputs.items() if name not in TABLES}
     for part in call.parts():
-        probs = part.probs(None) if kept is None else part.of(kept).view(*part.query.shape[:2], -1)
+        probs = part.probs(None) if saved_probs is None else part.select(saved_probs).view(*part.query.shape[:2], -1)
         rows = part.matrices(d_out)
-        if "value" in named:  # dV = P^T dO
+        if "value" in inputs:  # dV = P^T dO
             part.write(gradients["value"], probs.mT, rows)
-        if not named.keys() <= {"value"}:
-            place = call.memory("d_scores", tuple(probs.shape), call.dtype)
-            d_scores = call.products(rows, transposed(part.value, rows.shape[1]), place)
-            softmax_backward(probs, d_scores)  # dS = P (dP - delta)
-            if d_lse is not None:
-                d_scores.addcmul_(probs, part.matrices(d_lse[..., None]))
-            add_gradients(part, gradients, named.keys(), d_scores)
+        if inputs.keys() <= {"value"}:
+            continue
+        out = call.memory("d_scores", tuple(probs.shape), call.dtype)
+        d_scores = call.products(rows, transposed(part.value, rows.shape[1]), out)  # dP = dO V^T
+        softmax_backward(probs, d_scores)  # dS = P (dP - delta)
+        if d_lse is not None:
+            d_scores.addcmul_(probs, part.matrices(d_lse[..., None]))
+        add_gradients(part, gradients, inputs.keys(), d_scores)
     for table in call.tables:
-        if table.name in named and (found := table.gradient()) is not None:
-            gradients[table.name] = found
-    return in_order(gradients, named)
+        if table.name in inputs and (gradient := table.gradient()) is not None:
+            gradients[table.name] = gradient
+    return in_order(gradients, inputs)
 
 
 def add_gradients(part: Part, gradients: dict[str, torch.Tensor], wanted: Set[str], d_scores: torch.Tensor) -> None:
@@ -207,9 +210,9 @@ def add_gradients(part: Part, gradients: dict[str, torch.Tensor], wanted: Set[st
         part.write(gradients["key"], d_scores.mT, part.query, spec.scale)
     totals: dict[str, torch.Tensor] = {}
     for name in wanted & {"query", "rel_query"}:
-        place = part.of(gradients[name])
-        is_place = place.is_contiguous() and place.dtype == call.dtype
-        totals[name] = place if is_place else place.new_empty(place.shape, dtype=call.dtype)
+        gradient = part.select(gradients[name])
+        is_view = gradient.is_contiguous() and gradient.dtype == call.dtype
+        totals[name] = gradient if is_view else gradient.new_empty(gradient.shape, dtype=call.dtype)
     if "query" in totals:  # dQ = scale dS K
         call.products.scaled(d_scores, part.key, spec.scale, totals["query"].view(part.query.shape))
     if "rel_query" in totals:
@@ -222,10 +225,10 @@ def add_gradients(part: Part, gradients: dict[str, torch.Tensor], wanted: Set[st
             table.add_products(call.setting, pairs, call.base, None, None)
         elif not table.is_bias and (is_wanted or total is not None):
             for rows in call.rows:
-                vectors = rows_of(part.vectors, rows) if is_wanted else None
-                own = None if total is None else rows_of(total, rows)
-                table.add_products(call.setting, rows_of(pairs, rows), call.base - rows.start, vectors, own, spec.rel_scale)
+                vectors = select_rows(part.vectors, rows) if is_wanted else None
+                own = None if total is None else select_rows(total, rows)
+                table.add_products(call.setting, select_rows(pairs, rows), call.base - rows.start, vectors, own, spec.rel_scale)
     for name, total in totals.items():
-        place = part.of(gradients[name])
-        if place.data_ptr() != total.data_ptr():
-            place.copy_(total)
+        gradient = part.select(gradients[name])
+        if gradient.data_ptr() != total.data_ptr():
+            gradient.copy_(total)

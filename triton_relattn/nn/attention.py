@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -84,8 +83,7 @@ class RelativeAttention(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        defaults = {"scale": None, "softcap": None, "window_size": None, "enable_gqa": False, "implementation": None}
-        changed = {name: value for name, value in self.options.items() if value != defaults[name]}
+        changed = {name: value for name, value in self.options.items() if value is not None and value is not False}
         return ", ".join(f"{name}={value}" for name, value in {"dropout": self.dropout, **changed}.items())
 
 
@@ -159,12 +157,10 @@ class RelativeMultiheadAttention(nn.Module):
         num_key_heads = num_heads if num_key_heads is None else num_key_heads
         if add_bias_kv or add_zero_attn:
             raise NotImplementedError("add_bias_kv and add_zero_attn must be False: they add a key that has no position")
-        if num_heads < 1 or embed_dim < 1 or embed_dim % num_heads:
-            raise ValueError(f"embed_dim must be divisible by num_heads, got {embed_dim} and {num_heads}")
+        self.embed_dim, self.num_heads, self.num_key_heads = embed_dim, num_heads, num_key_heads
+        self.head_dim, self.batch_first = _head_dim(embed_dim, num_heads), batch_first
         if num_key_heads < 1 or num_heads % num_key_heads:
             raise ValueError(f"num_heads must be divisible by num_key_heads, got {num_heads} and {num_key_heads}")
-        self.embed_dim, self.num_heads, self.num_key_heads = embed_dim, num_heads, num_key_heads
-        self.head_dim, self.batch_first = embed_dim // num_heads, batch_first
         key_width = num_key_heads * self.head_dim
         factory: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
         self.q_proj = nn.Linear(embed_dim, embed_dim, **factory)
@@ -187,21 +183,11 @@ class RelativeMultiheadAttention(nn.Module):
 
     @classmethod
     def shaw(
-        cls,
-        embed_dim: int,
-        num_heads: int,
-        max_distance: int,
-        *,
-        values: bool = True,
-        per_head: bool = False,
-        **options: Any,
+        cls, embed_dim: int, num_heads: int, max_distance: int, *, values: bool = True, per_head: bool = False, **options: Any
     ) -> RelativeMultiheadAttention:
         """Make attention with distances clipped at max_distance and tables for keys and values. Shaw et al., 2018."""
-
-        def encoding(head_dim: int, **factory: Any) -> nn.Module:
-            return encodings.shaw(head_dim, max_distance, num_heads if per_head else None, values=values, **factory)
-
-        return cls._with(encoding, embed_dim, num_heads, **options)
+        sizes = _head_dim(embed_dim, num_heads), max_distance, num_heads if per_head else None
+        return cls(embed_dim, num_heads, encoding=encodings.shaw(*sizes, values=values, **_factory(options)), **options)
 
     @classmethod
     def music_transformer(
@@ -212,22 +198,16 @@ class RelativeMultiheadAttention(nn.Module):
         Greater distances use the row of length - 1. For use beyond the training length choose a smaller ``length``: in a table
         that is as long as the training sequences, few pairs train the most distant rows. Huang et al., 2018.
         """
-
-        def encoding(head_dim: int, **factory: Any) -> nn.Module:
-            return encodings.music_transformer(head_dim, length, num_heads if per_head else None, **factory)
-
-        return cls._with(encoding, embed_dim, num_heads, **options)
+        sizes = _head_dim(embed_dim, num_heads), length, num_heads if per_head else None
+        return cls(embed_dim, num_heads, encoding=encodings.music_transformer(*sizes, **_factory(options)), **options)
 
     @classmethod
     def general(
         cls, embed_dim: int, num_heads: int, length: int, *, per_head: bool = False, **options: Any
     ) -> RelativeMultiheadAttention:
         """Make attention with a row for each distance below ``length``, past and future."""
-
-        def encoding(head_dim: int, **factory: Any) -> nn.Module:
-            return encodings.general(head_dim, length, num_heads if per_head else None, **factory)
-
-        return cls._with(encoding, embed_dim, num_heads, **options)
+        sizes = _head_dim(embed_dim, num_heads), length, num_heads if per_head else None
+        return cls(embed_dim, num_heads, encoding=encodings.general(*sizes, **_factory(options)), **options)
 
     @classmethod
     def transformer_xl(
@@ -235,11 +215,9 @@ class RelativeMultiheadAttention(nn.Module):
     ) -> RelativeMultiheadAttention:
         """Make attention with projected sinusoids and two biases, as in Conformers; ``order="concatenated"`` as in
         Transformer-XL. Dai et al., 2019."""
-
-        def encoding(head_dim: int, **factory: Any) -> nn.Module:
-            return encodings.TransformerXLEncoding(num_heads, head_dim, embed_dim, order, **factory)
-
-        return cls._with(encoding, embed_dim, num_heads, **options)
+        sizes = num_heads, _head_dim(embed_dim, num_heads), embed_dim
+        encoding = encodings.TransformerXLEncoding(*sizes, order, **_factory(options))
+        return cls(embed_dim, num_heads, encoding=encoding, **options)
 
     @classmethod
     def t5(
@@ -253,29 +231,14 @@ class RelativeMultiheadAttention(nn.Module):
     ) -> RelativeMultiheadAttention:
         """Make attention with a number for each bucket of distances. As in T5, q.k is not scaled and projections have no bias.
         Raffel et al., 2019."""
-
-        def encoding(head_dim: int, **factory: Any) -> nn.Module:
-            return encodings.T5Encoding(num_heads, num_buckets, max_distance, bidirectional, **factory)
-
-        return cls._with(encoding, embed_dim, num_heads, **{"scale": 1.0, "bias": False, **options})
+        encoding = encodings.T5Encoding(num_heads, num_buckets, max_distance, bidirectional, **_factory(options))
+        return cls(embed_dim, num_heads, encoding=encoding, **{"scale": 1.0, "bias": False, **options})
 
     @classmethod
     def alibi(cls, embed_dim: int, num_heads: int, *, learned: bool = False, **options: Any) -> RelativeMultiheadAttention:
         """Make attention that adds ``-slope * |r|`` to the logits. Press et al., 2021."""
-
-        def encoding(head_dim: int, **factory: Any) -> nn.Module:
-            return encodings.ALiBiEncoding(num_heads, learned, **factory)
-
-        return cls._with(encoding, embed_dim, num_heads, **options)
-
-    @classmethod
-    def _with(
-        cls, encoding: Callable[..., nn.Module], embed_dim: int, num_heads: int, **options: Any
-    ) -> RelativeMultiheadAttention:
-        if num_heads < 1 or embed_dim % num_heads:
-            raise ValueError(f"embed_dim must be divisible by num_heads, got {embed_dim} and {num_heads}")
-        factory = {name: options[name] for name in ("device", "dtype") if name in options}
-        return cls(embed_dim, num_heads, encoding=encoding(embed_dim // num_heads, **factory), **options)
+        encoding = encodings.ALiBiEncoding(num_heads, learned, **_factory(options))
+        return cls(embed_dim, num_heads, encoding=encoding, **options)
 
     def forward(
         self,
@@ -311,26 +274,34 @@ class RelativeMultiheadAttention(nn.Module):
             raise NotImplementedError(
                 "need_weights: the (Nq, Nk) weights are never formed; triton_relattn.plots shows them for short sequences"
             )
-        if query.dim() == 2:
-            padding = None if key_padding_mask is None else key_padding_mask[None]
-            tensors = (tensor[None] if self.batch_first else tensor[:, None] for tensor in (query, key, value))
-            options: dict[str, Any] = {"attn_mask": attn_mask, "is_causal": is_causal}
-            options |= {"key_lengths": key_lengths, "query_offset": query_offset}
-            output, _ = self(*tensors, padding, **options)
-            return output.squeeze(0 if self.batch_first else 1), None
-        projected = (self.q_proj(query), self.k_proj(key), self.v_proj(value))
-        if not self.batch_first:
-            projected = tuple(tensor.transpose(0, 1) for tensor in projected)  # type: ignore[assignment]
-        q, k, v = (tensor.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for tensor in projected)
+        is_batch, batch_dim = query.dim() == 3, 0 if self.batch_first else 1
+        if not is_batch:
+            query, key, value = (tensor.unsqueeze(batch_dim) for tensor in (query, key, value))
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
+        # (B, N, heads * head_dim) -> (B, heads, N, head_dim)
+        projected = (proj(x) for proj, x in ((self.q_proj, query), (self.k_proj, key), (self.v_proj, value)))
+        q, k, v = (tensor.unflatten(-1, (-1, self.head_dim)).movedim(batch_dim, 0).transpose(1, 2) for tensor in projected)
         mask = _combined_mask(None if is_causal else attn_mask, key_padding_mask, q, k.shape[2])
         out = self.attention(q, k, v, attn_mask=mask, key_lengths=key_lengths, is_causal=is_causal, query_offset=query_offset)
         out = out.transpose(1, 2).flatten(-2)
         output = self.output_dropout(self.out_proj(out if self.batch_first else out.transpose(0, 1)))
-        return output, None
+        return output if is_batch else output.squeeze(batch_dim), None
 
     def extra_repr(self) -> str:
         heads = f"num_heads={self.num_heads}" + f", num_key_heads={self.num_key_heads}" * (self.num_key_heads != self.num_heads)
         return f"embed_dim={self.embed_dim}, {heads}, batch_first={self.batch_first}"
+
+
+def _head_dim(embed_dim: int, num_heads: int) -> int:
+    """Return the width of a head."""
+    if num_heads < 1 or embed_dim < 1 or embed_dim % num_heads:
+        raise ValueError(f"embed_dim must be divisible by num_heads, got {embed_dim} and {num_heads}")
+    return embed_dim // num_heads
+
+
+def _factory(options: dict[str, Any]) -> dict[str, Any]:
+    """Return those options that new parameters take."""
+    return {name: options[name] for name in ("device", "dtype") if name in options}
 
 
 def _combined_mask(
@@ -339,27 +310,27 @@ def _combined_mask(
     """Combine the two masks of torch.nn.MultiheadAttention, in which True hides, into an attn_mask of the operator, in which True
     shows. query: (B, H, Nq, D)."""
     batch, heads, num_queries, _ = query.shape
-    pairs = (num_queries, num_keys)
+    pairs, dtype = (num_queries, num_keys), compute_dtype(query.dtype)
+    masks = []
     for name, mask, shapes in (
         ("attn_mask", attn_mask, (pairs, (batch * heads, *pairs))),
         ("key_padding_mask", key_padding_mask, ((batch, num_keys),)),
     ):
-        if mask is not None and not (mask.dtype == torch.bool or mask.is_floating_point()):
+        if mask is None:
+            continue
+        if not (mask.dtype == torch.bool or mask.is_floating_point()):
             raise TypeError(f"{name} must be bool or floating point, got {mask.dtype}")
-        if mask is not None and tuple(mask.shape) not in shapes:
+        if tuple(mask.shape) not in shapes:
             expected = " or ".join(map(str, shapes))
             raise ValueError(f"{name} must have shape {expected} ({heads} heads here), got {tuple(mask.shape)}")
-    if attn_mask is not None and attn_mask.dim() == 3:
-        attn_mask = attn_mask.unflatten(0, (batch, heads))
-    if key_padding_mask is not None:
-        key_padding_mask = key_padding_mask[:, None, None]
-    masks = [mask for mask in (attn_mask, key_padding_mask) if mask is not None]
+        if name == "key_padding_mask":
+            mask = mask[:, None, None]
+        masks.append(mask.unflatten(0, (batch, heads)) if mask.dim() == 3 else mask)
     if not masks:
         return None
     if all(mask.dtype == torch.bool for mask in masks):
         hidden = masks[0] if len(masks) == 1 else masks[0] | masks[1]
         return ~hidden
-    dtype = compute_dtype(query.dtype)
     added = [
         torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -torch.inf) if mask.dtype == torch.bool else mask.to(dtype)
         for mask in masks

@@ -21,6 +21,8 @@ from .parallel import beside, local
 from .table import RelativePositionTable
 
 Terms = tuple[torch.Tensor, dict[str, Any]]
+"""The query to attend with, and further arguments of the operator."""
+Offset = int | torch.Tensor
 
 
 class TableEncoding(nn.Module):
@@ -33,24 +35,19 @@ class TableEncoding(nn.Module):
         rel_bias: RelativePositionTable | None = None,
     ) -> None:
         super().__init__()
-        given = [table for table in (rel_key, rel_value, rel_bias) if table is not None]
-        if not given:
+        positions = [table.positions for table in (rel_key, rel_value, rel_bias) if table is not None]
+        if not positions:
             raise ValueError("at least one of rel_key, rel_value and rel_bias is needed")
-        if len({table.positions for table in given}) > 1:
-            raise ValueError(f"all tables must have the same positions, got {[table.positions for table in given]}")
+        if len(set(positions)) > 1:
+            raise ValueError(f"all tables must have the same positions, got {positions}")
         self.rel_key, self.rel_value, self.rel_bias = rel_key, rel_value, rel_bias
-        self.positions = given[0].positions
+        self.positions = positions[0]
 
     def forward(
-        self,
-        query: torch.Tensor,
-        num_keys: int,
-        query_offset: int | torch.Tensor = 0,
-        is_causal: bool = False,
-        scale: float | None = None,
+        self, query: torch.Tensor, num_keys: int, query_offset: Offset = 0, is_causal: bool = False, scale: float | None = None
     ) -> Terms:
-        given = {"rel_key": self.rel_key, "rel_value": self.rel_value, "rel_bias": self.rel_bias}
-        terms: dict[str, Any] = {name: table(query.dtype) for name, table in given.items() if table is not None}
+        by_name = {"rel_key": self.rel_key, "rel_value": self.rel_value, "rel_bias": self.rel_bias}
+        terms: dict[str, Any] = {name: table(query.dtype) for name, table in by_name.items() if table is not None}
         return query, {**terms, "positions": self.positions}
 
 
@@ -92,14 +89,9 @@ class TransformerXLEncoding(nn.Module):
             nn.init.xavier_uniform_(parameter)
 
     def forward(
-        self,
-        query: torch.Tensor,
-        num_keys: int,
-        query_offset: int | torch.Tensor = 0,
-        is_causal: bool = False,
-        scale: float | None = None,
+        self, query: torch.Tensor, num_keys: int, query_offset: Offset = 0, is_causal: bool = False, scale: float | None = None
     ) -> Terms:
-        positions = every_position(query, num_keys, query_offset, is_causal)
+        positions = all_positions(query, num_keys, query_offset, is_causal)
         sinusoids = tables.sinusoids(
             positions.first,
             positions.last,
@@ -147,12 +139,7 @@ class T5Encoding(nn.Module):
         nn.init.xavier_uniform_(self.weight)
 
     def forward(
-        self,
-        query: torch.Tensor,
-        num_keys: int,
-        query_offset: int | torch.Tensor = 0,
-        is_causal: bool = False,
-        scale: float | None = None,
+        self, query: torch.Tensor, num_keys: int, query_offset: Offset = 0, is_causal: bool = False, scale: float | None = None
     ) -> Terms:
         distances = torch.arange(self.positions.first, self.positions.last + 1, device=query.device)
         buckets = tables.t5_buckets(distances, self.weight.shape[0], -self.positions.first, self.bidirectional)
@@ -202,14 +189,9 @@ class ALiBiEncoding(nn.Module):
             self.slopes.copy_(tables.alibi_slopes(self.num_heads))
 
     def forward(
-        self,
-        query: torch.Tensor,
-        num_keys: int,
-        query_offset: int | torch.Tensor = 0,
-        is_causal: bool = False,
-        scale: float | None = None,
+        self, query: torch.Tensor, num_keys: int, query_offset: Offset = 0, is_causal: bool = False, scale: float | None = None
     ) -> Terms:
-        positions = every_position(query, num_keys, query_offset, is_causal)
+        positions = all_positions(query, num_keys, query_offset, is_causal)
         dtype = compute_dtype(query.dtype)
         if self.slopes is None:
             slopes, heads = tables.alibi_slopes(self.num_heads, dtype=dtype, device=query.device), local(self.heads)
@@ -222,7 +204,7 @@ class ALiBiEncoding(nn.Module):
         return f"num_heads={self.num_heads}, learned={self.slopes is not None}"
 
 
-def every_position(query: torch.Tensor, num_keys: int, query_offset: int | torch.Tensor, is_causal: bool) -> RelativePositions:
+def all_positions(query: torch.Tensor, num_keys: int, query_offset: Offset, is_causal: bool) -> RelativePositions:
     """Return positions that have a row for every pair of query and key, without the future if is_causal hides it."""
     if isinstance(query_offset, torch.Tensor):
         raise ValueError("this encoding makes a row for every distance, so query_offset must be an int, not a tensor")

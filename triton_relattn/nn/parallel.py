@@ -20,9 +20,9 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     from torch.distributed.tensor import Partial, Replicate
 
     distributed: Any = tensor
-    placements = [Partial() if isinstance(each, Replicate) else each for each in distributed.placements]
-    replicated: torch.Tensor = distributed.redistribute(placements=distributed.placements).to_local(grad_placements=placements)
-    return replicated
+    placements = [Partial() if isinstance(placement, Replicate) else placement for placement in distributed.placements]
+    shard: torch.Tensor = distributed.redistribute(placements=distributed.placements).to_local(grad_placements=placements)
+    return shard
 
 
 def beside(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -74,29 +74,20 @@ def _context_parallel() -> Any:
     from .._distributed.dtensors import spread_positions
 
     class ContextParallel(ParallelStyle):
-        """A RelativeAttention whose inputs are the rank's positions: DTensors within, so that lengths are those of all."""
+        """A RelativeAttention whose inputs are the rank's positions: as DTensors, so that lengths are those of all."""
 
         def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
             def spread(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
                 return spread_positions(inputs, device_mesh)
 
             def gathered(_: nn.Module, __: Any, outputs: Any) -> Any:
-                return tuple(each.to_local() for each in outputs) if isinstance(outputs, tuple) else outputs.to_local()
+                return tuple(output.to_local() for output in outputs) if isinstance(outputs, tuple) else outputs.to_local()
 
             module.register_forward_pre_hook(spread)
             module.register_forward_hook(gathered)
             return module
 
     return ContextParallel()
-
-
-def _head_dims(module: nn.Module) -> dict[str, int]:
-    """Return the dimension that counts heads, by the full name of each parameter or buffer that has one."""
-    found = {}
-    for prefix, owner in module.named_modules():
-        for name, dim in getattr(owner, "head_dims", {}).items():
-            found[f"{prefix}.{name}" if prefix else name] = dim
-    return found
 
 
 def _encoding_parallel() -> Any:
@@ -107,18 +98,21 @@ def _encoding_parallel() -> Any:
         """Shard parameters and buffers that are per head by head; replicate the others."""
 
         def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
-            dims = _head_dims(module)
+            dims = {  # the dimension that counts heads, by the full name of each parameter or buffer that has one
+                f"{prefix}.{name}" if prefix else name: dim
+                for prefix, part in module.named_modules()
+                for name, dim in getattr(part, "head_dims", {}).items()
+            }
             for name, parameter in list(module.named_parameters()):
-                placement = [Shard(dims[name]) if name in dims else Replicate()]
                 owner, _, last = name.rpartition(".")
-                spread = distribute_tensor(parameter.data, device_mesh, placement)
-                distributed = nn.Parameter(spread, requires_grad=parameter.requires_grad)
-                module.get_submodule(owner).register_parameter(last, distributed)
+                placement = Shard(dims[name]) if name in dims else Replicate()
+                sharded = nn.Parameter(distribute_tensor(parameter.data, device_mesh, [placement]), parameter.requires_grad)
+                module.get_submodule(owner).register_parameter(last, sharded)
             for name, buffer in list(module.named_buffers()):
                 if name in dims:
                     owner, _, last = name.rpartition(".")
-                    distributed_buffer = distribute_tensor(buffer, device_mesh, [Shard(dims[name])])
-                    module.get_submodule(owner).register_buffer(last, distributed_buffer, persistent=False)
+                    sharded_buffer = distribute_tensor(buffer, device_mesh, [Shard(dims[name])])
+                    module.get_submodule(owner).register_buffer(last, sharded_buffer, persistent=False)
             return module
 
     return EncodingParallel()

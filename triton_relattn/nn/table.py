@@ -85,18 +85,19 @@ class RelativePositionTable(nn.Module):
         positions = RelativePositions(first, last, self.positions.outside)
         new = RelativePositionTable(positions, self.width, self.num_heads, device=self.weight.device, dtype=self.weight.dtype)
         relative = torch.arange(first, last + 1, device=self.weight.device, dtype=torch.float64)
-        dim = 1 if self.num_heads else 0
+        dim, factor_shape = 1 if self.num_heads else 0, (-1, *((1,) if self.width else ()))
         if mode == "extend":
             row, applies = self.positions.rows(relative.long())
             if self.positions.outside == "error":
                 applies = torch.ones_like(applies)
-            shape = (-1, *((1,) if self.width else ()))
-            new.weight.copy_(self.weight.index_select(dim, row) * applies.view(shape))
+            new.weight.copy_(self.weight.index_select(dim, row) * applies.view(factor_shape))
         elif mode == "interpolate":
-            place = _stretched(relative, self.positions, positions) - self.positions.first
-            lower = place.floor().long().clamp(0, self.positions.num_rows - 1)
+            # Past and future are stretched each by a factor of its own; a row falls between two of the old ones.
+            past, future = _stretch(self.positions, positions)
+            row = torch.where(relative < 0, relative * past, relative * future) - self.positions.first
+            lower = row.floor().long().clamp(0, self.positions.num_rows - 1)
             upper = (lower + 1).clamp(max=self.positions.num_rows - 1)
-            share = (place - lower).to(self.weight.dtype).view(-1, *((1,) if self.width else ()))
+            share = (row - lower).to(self.weight.dtype).view(factor_shape)
             new.weight.copy_(torch.lerp(self.weight.index_select(dim, lower), self.weight.index_select(dim, upper), share))
         else:
             raise ValueError(f'mode must be "interpolate" or "extend", got {mode!r}')
@@ -108,15 +109,12 @@ class RelativePositionTable(nn.Module):
         return f'r={self.positions.first}..{self.positions.last}, outside="{self.positions.outside}", {shape}, {heads}'
 
 
-def _stretched(relative: torch.Tensor, old: RelativePositions, new: RelativePositions) -> torch.Tensor:
-    """Map new relative positions to places among the old ones, past and future each by a factor of its own."""
-    if (old.first > 0 or old.last < 0 or new.first > 0 or new.last < 0) or (
-        (old.first < 0) != (new.first < 0) or (old.last > 0) != (new.last > 0)
-    ):
+def _stretch(old: RelativePositions, new: RelativePositions) -> tuple[float, float]:
+    """Return the factors that map new relative positions of the past and of the future to old ones."""
+    has_zero = all(positions.first <= 0 <= positions.last for positions in (old, new))
+    if not has_zero or (old.first < 0) != (new.first < 0) or (old.last > 0) != (new.last > 0):
         raise ValueError(
             f"interpolation needs r = 0 and the same sides in both tables, got {old.first} .. {old.last} "
             f'and {new.first} .. {new.last}; mode="extend" keeps the vector of each distance'
         )
-    past = old.first / new.first if new.first else 1.0
-    future = old.last / new.last if new.last else 1.0
-    return torch.where(relative < 0, relative * past, relative * future)
+    return old.first / new.first if new.first else 1.0, old.last / new.last if new.last else 1.0
