@@ -9,27 +9,15 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
-from typing import TypeVar
-
-from hypothesis import HealthCheck, Phase, given, seed, settings
-from hypothesis import strategies as st
 
 if __name__ == "__main__" and "--kernels" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
 
 import torch
 
-from tests.check import check
+from tests.check import WAYS, check
 from tests.conftest import INTERPRETED
-from tests.samples import Sample, samples
-from tests.way import WAYS
-
-T = TypeVar("T")
-EVERY = list(HealthCheck)
-each_the_same = settings(derandomize=True, database=None, deadline=None, max_examples=50, suppress_health_check=EVERY)
-one_each = settings(database=None, deadline=None, max_examples=2, phases=(Phase.generate,), suppress_health_check=EVERY)
-"""A run with the simplest value and one other: five of six further ones repeat parts of those before."""
+from tests.samples import Sample, explore, samples
 
 
 def in_every_way(sample: Sample) -> None:
@@ -38,20 +26,6 @@ def in_every_way(sample: Sample) -> None:
     for way in [WAYS[sample.seed % 5 > 0]] if INTERPRETED else WAYS:
         if way.implementation != "reference" or sample.dtype in ("float32", "float64"):
             check(sample, way)
-
-
-def explore(strategy: st.SearchStrategy[T], body: Callable[[T], None], seeds: Iterable[int], shrinks: bool = False) -> None:
-    """The body with one value of each seed, and once with the simplest; a failure is shrunk if that is wanted: it takes long."""
-    each = settings(one_each, phases=(Phase.generate, Phase.shrink)) if shrinks else one_each
-    passed: set[T] = set()
-
-    def once(value: T) -> None:
-        if value not in passed:
-            body(value)
-            passed.add(value)
-
-    for number in seeds:
-        seed(number)(each(given(strategy)(once)))()
 
 
 def main() -> int:
@@ -75,7 +49,7 @@ def main() -> int:
         for number in range(options.seed * 1_000_003, sys.maxsize):
             if time.monotonic() > stop:
                 break
-            explore(samples(INTERPRETED), body, [number], shrinks=True)
+            explore(samples(), body, [number], shrinks=True)
     except Exception as error:
         print(f"{error}\npython -m tests.draws{' --kernels' * INTERPRETED} --sample '{tried[-1]!r}'")
         return 1

@@ -4,9 +4,9 @@ A Sample prints as one line, and the line, evaluated, is the sample again: a fai
 ``python -m tests.draws --sample 'Sample(...)'``. All numbers in its tensors come from its seed. It says nothing of who computes
 it (tests/check.py does), but that blocks chooses among the small blocks and tiles that a way to compute may have.
 
-samples() draws any call; samples(kernels=True) what the interpreter computes in a second or so. First choices are the simplest
-ones, to which hypothesis shrinks. Lengths, windows, offsets and tables end where tiles do, or one beside, more often than
-elsewhere: that is where most faults are.
+samples() draws any call, in the interpreter one that takes a second or so. First choices are the simplest ones, to which
+hypothesis shrinks. Lengths, windows, offsets and tables end where tiles do, or one beside, more often than elsewhere: that is
+where most faults are.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ import dataclasses
 import itertools
 import math
 import random
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.conftest import INTERPRETED
 from tests.expected import INPUTS, TABLES
 from triton_relattn import RelativePositions
-from triton_relattn.testing import SHARP_FACTOR, SHARP_SHIFT, in_memory_order
+from triton_relattn.testing import SHARP_FACTOR, SHARP_SHIFT, Inputs
 
 T = TypeVar("T")
 SIDE = 16
@@ -32,6 +35,32 @@ SIDE = 16
 FAR = 2**29
 """The largest position that is allowed."""
 LARGEST_TABLE = 150
+
+
+def in_memory_order(tensor: Tensor, *order: int, step: int = 1) -> Tensor:
+    """Copy a tensor to other memory: dimensions in the given order (outermost first), elements of the last one ``step`` apart,
+    every dimension padded in front with NaN, which no implementation may read."""
+    padded = tensor.new_full([tensor.shape[dim] + 1 for dim in order] + [step], math.nan)
+    view = padded[..., 0]
+    for dim in range(tensor.dim()):
+        view = view.narrow(dim, 1, view.shape[dim] - 1)
+    return view.permute([order.index(dim) for dim in range(tensor.dim())]).copy_(tensor)
+
+
+ORDERS: dict[str, tuple[int, ...]] = {
+    **{"query": (0, 2, 1, 3), "key": (0, 1, 3, 2), "value": (1, 0, 2, 3), "d_out": (2, 1, 0, 3), "d_lse": (2, 0, 1)},
+    **{"rel_query": (1, 2, 0, 3), "rel_key": (1, 2, 0), "rel_value": (2, 0, 1), "rel_bias": (1, 0), "rel_p2c": (1, 2, 0)},
+}
+
+
+def with_different_strides(inputs: Inputs) -> Inputs:
+    """Copy inputs so that every tensor has strides, a storage offset and padding of its own."""
+    copies = {}
+    for number, (name, tensor) in enumerate(inputs._asdict().items()):
+        if tensor is not None:  # tables that heads share lack a dimension
+            order = [dim for dim in ORDERS[name] if dim < tensor.dim()]
+            copies[name] = in_memory_order(tensor, *order, step=1 + number % 3)
+    return inputs._replace(**copies)
 
 
 @dataclass(frozen=True, repr=False)
@@ -141,19 +170,26 @@ class Sample:
             tensor = tensor.narrow(dim, 0, min(1, shape[dim]))
         return in_memory_order(tensor, *choose.sample(dims, len(dims)), step=choose.randint(1, 3)).expand(shape)
 
-    def numbers(self, name: str, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    def numbers(
+        self, name: str, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None, is_meta: bool = False
+    ) -> Tensor:
         """Normally distributed numbers that belong to seed and name."""
         place = (*INPUTS, "d_out", "d_lse", "attn_mask").index(name)
         generator = torch.Generator().manual_seed(self.seed * 64 + place)
-        drawn = torch.randn(self.shapes[name] if shape is None else shape, generator=generator, dtype=torch.float64)
+        shape = self.shapes[name] if shape is None else shape
+        if is_meta:
+            return self.laid_out(name, torch.empty(shape, dtype=dtype or getattr(torch, self.dtype), device="meta"))
+        drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
         if self.sharp and name in ("query", "rel_query"):
             drawn = drawn * SHARP_FACTOR
         if self.sharp and name in ("value", "d_out"):
             drawn = drawn + SHARP_SHIFT
         return self.laid_out(name, drawn.to(dtype or getattr(torch, self.dtype)))
 
-    def attn_mask(self) -> Tensor:
+    def attn_mask(self, is_meta: bool = False) -> Tensor:
         """A mask that hides some pairs, and all of some queries and keys."""
+        if is_meta:
+            return self.numbers("attn_mask", self.mask_shape, getattr(torch, str(self.mask)), is_meta)
         generator, shape = torch.Generator().manual_seed(self.seed), self.mask_shape
         visible = torch.rand(shape, generator=generator) < 0.8
         for dims in ((*shape[:-1], 1), shape[-1:]) if shape else ():
@@ -169,17 +205,26 @@ class Sample:
         vector = torch.tensor(values, dtype=getattr(torch, self.integers))
         return torch.stack((vector, torch.full_like(vector, -(2**31))), -1)[:, 0] if "integers" in self.strided else vector
 
-    def call(self) -> dict[str, Any]:
-        """All arguments, by name, but for implementation."""
+    def inputs(self, is_meta: bool = False) -> tuple[Inputs, dict[str, Any]]:
+        """The tensors with those of gradients, and the other arguments."""
+        arguments, dtype = self.call(is_meta), torch.promote_types(getattr(torch, self.dtype), torch.float32)
+        tensors, _ = {name: arguments.pop(name, None) for name in INPUTS}, arguments.pop("return_lse")
+        d_out, d_lse = self.numbers("d_out", is_meta=is_meta), self.numbers("d_lse", None, dtype, is_meta)
+        return Inputs(**tensors, d_out=d_out, d_lse=d_lse), arguments
+
+    def call(self, is_meta: bool = False) -> dict[str, Any]:
+        """All arguments, by name, but for implementation; is_meta: large tensors on the device meta."""
         bias = torch.float32 if self.float32_bias else None
-        call: dict[str, Any] = {name: self.numbers(name, None, bias if name == "rel_bias" else None) for name in self.shapes}
+        call: dict[str, Any] = {}
+        for name in self.shapes:
+            call[name] = self.numbers(name, None, bias if name == "rel_bias" else None, is_meta)
         del call["d_out"], call["d_lse"]
         if self.same:
             call["key"] = call["value"] = call["query"]
         if self.positions is not None and not self.default_positions:
             call["positions"] = RelativePositions(*self.positions)  # type: ignore[arg-type]
         if self.mask is not None:
-            call["attn_mask"] = self.attn_mask()
+            call["attn_mask"] = self.attn_mask(is_meta)
         if self.key_lengths is not None:
             call["key_lengths"] = self.vector(self.key_lengths)
         for which, name in enumerate("qk" if self.sequences is not None else ""):
@@ -256,35 +301,58 @@ def tables(draw: st.DrawFn, sample: Sample) -> dict[str, Any]:
     }
 
 
+class Limits(NamedTuple):
+    """What is drawn, the simplest first."""
+
+    dtypes: tuple[str, ...]
+    widths: tuple[int, ...]
+    longest: int
+    """Queries and keys of a sequence."""
+    farthest: int
+    """Offsets and ends of windows."""
+    counts: tuple[int, ...]
+    """Sequences, and heads of the key."""
+    is_slow: bool
+    """Only one of them, and the group of heads that share a key, is more than one."""
+
+
+ANY = Limits(("float64", "float32", "float16", "bfloat16"), (1, 2, 3, 8, 5, 16, 17, 33, 64), 70, 70, (1, 2, 1, 2, 3, 0), False)
+OF_KERNELS = Limits(("float32", "float16"), (1, 8, 16, 3, 20, 33), 48, 20, (1, 1, 2), True)
+
+
+def compiled(dtype: torch.dtype) -> Limits:
+    """Calls of compiled kernels."""
+    return Limits((str(dtype).removeprefix("torch."),), (16, 40, 64, 128), 200, 200, (1, 2), False)
+
+
 @st.composite
-def sizes(draw: st.DrawFn, kernels: bool) -> dict[str, Any]:
-    """Sequences, heads and widths; few of them in the interpreter, which is slow."""
-    width = st.sampled_from((1, 8, 16, 3, 20, 33) if kernels else (1, 2, 3, 8, 5, 16, 17, 33, 64))
-    length, same = lengths(48 if kernels else 70), draw(rarely(False, True, odds=8))
-    count = draw(st.sampled_from([1, 1, 2] if kernels else [1, 2, 1, 2, 3, 0]))
-    key_heads = draw(st.sampled_from(([1, 1, 2] if count == 1 else [1]) if kernels else [1, 2, 1, 3, 0]))
-    group = 1 if same or (kernels and max(count, key_heads) > 1) else draw(rarely(1, 2, 3, odds=4 if kernels else 2))
+def sizes(draw: st.DrawFn, limits: Limits, is_packed: bool | None) -> dict[str, Any]:
+    """Sequences, heads and widths."""
+    width, length, same = st.sampled_from(limits.widths), lengths(limits.longest), draw(rarely(False, True, odds=8))
+    count = draw(st.sampled_from(limits.counts))
+    key_heads = draw(st.sampled_from((1,) if limits.is_slow and count > 1 else limits.counts))
+    alone = same or (limits.is_slow and max(count, key_heads) > 1)
+    group = 1 if alone else draw(rarely(1, 2, 3, odds=4 if limits.is_slow else 2))
     chosen: dict[str, Any] = {"width": draw(width), "same": same, "key_heads": key_heads, "group": group}
     chosen["value_width"] = chosen["width"] if same else draw(width)
     pairs = tuple(draw(st.tuples(length, length)) for _ in range(count))
     pairs = tuple((keys, keys) for _, keys in pairs) if same else pairs
-    if draw(rarely(False, True)):
+    if draw(rarely(False, True)) if is_packed is None else is_packed:
         return {**chosen, "sequences": pairs, "slack": draw(rarely(0, 1, 5, 9))}
     queries, keys = pairs[0] if pairs else (5, 5)
     return {**chosen, "batch": count, "num_queries": queries, "num_keys": keys}
 
 
 @st.composite
-def samples(draw: st.DrawFn, kernels: bool = False) -> Sample:
-    """Any valid call."""
-    dtypes = ["float32", "float16"] if kernels else ["float64", "float32", "float16", "bfloat16"]
+def samples(draw: st.DrawFn, limits: Limits = OF_KERNELS if INTERPRETED else ANY, is_packed: bool | None = None) -> Sample:
+    """Any valid call; is_packed: packed or not, None: either."""
     # The seed first, because hypothesis draws the first choice of a run until it is not that of the run's simplest sample.
     fields: dict[str, Any] = {"seed": draw(st.integers(0, 2**20)), "blocks": draw(st.integers(0, 15))}
-    fields |= {"dtype": draw(st.sampled_from(dtypes)), **draw(sizes(kernels))}
+    fields |= {"dtype": draw(st.sampled_from(limits.dtypes)), **draw(sizes(limits, is_packed))}
     sample = Sample(**fields)
     count, heads = len(sample.sizes), sample.key_heads * sample.group
 
-    distance = lengths(20 if kernels else 70)
+    distance = lengths(limits.farthest)
     offset = st.one_of(st.sampled_from([0, sample.longest(1) - sample.longest(0), 1, -1]), distance, distance.map(lambda d: -d))
     offset = draw(rarely(st.just(0), *[offset] * 9, st.sampled_from([FAR, -FAR]), odds=2))
     fields["query_offset"] = draw(st.tuples(*[offset] * count)) if draw(rarely(False, True)) else draw(offset)
@@ -319,7 +387,7 @@ def samples(draw: st.DrawFn, kernels: bool = False) -> Sample:
     fields["mode"] = draw(rarely("grad", "no_grad", "inference_mode", odds=10))
     fields["default_dtype"] = draw(rarely("float32", "float64", "float16", odds=6))
     fields["spoilt"] = draw(rarely(None, "nan", "nan", "inf", odds=2))
-    if kernels:
+    if limits.is_slow:
         fields["round_terms"] = draw(rarely(False, True, odds=2))
         fields["workspace"] = draw(rarely(None, 0, 4000, 20000, odds=2))
     names = list(Sample(**fields).shapes)
@@ -330,3 +398,31 @@ def samples(draw: st.DrawFn, kernels: bool = False) -> Sample:
         fields["requires_grad"] = tuple(name for name in INPUTS if name in wanted)
     fields["strided"] = tuple(name for name in [*names, "attn_mask", "integers"] if draw(rarely(False, True, odds=4)))
     return Sample(**fields)
+
+
+EVERY = list(HealthCheck)
+repeatable = settings(derandomize=True, database=None, deadline=None, max_examples=50, suppress_health_check=EVERY)
+two_values = settings(database=None, deadline=None, max_examples=2, phases=(Phase.generate,), suppress_health_check=EVERY)
+"""A run with the simplest value and one other: five of six further ones repeat parts of those before."""
+
+
+def explore(strategy: st.SearchStrategy[T], body: Callable[[T], None], seeds: Iterable[int], shrinks: bool = False) -> None:
+    """The body with one value of each seed, and once with the simplest; a failure is shrunk if that is wanted: it takes long."""
+    settings_of_run = settings(two_values, phases=(Phase.generate, Phase.shrink)) if shrinks else two_values
+    passed: set[T] = set()
+
+    def once(value: T) -> None:
+        if value not in passed:
+            body(value)
+            passed.add(value)
+
+    for number in seeds:
+        seed(number)(settings_of_run(given(strategy)(once)))()
+
+
+def drawn(number: int, limits: Limits, is_packed: bool) -> Sample:
+    """One call, which has all results and gradients."""
+    found: list[Sample] = []
+    explore(samples(limits, is_packed), found.append, [number])
+    plain = {"same": False, "cotangents": "both", "mode": "grad", "return_lse": True, "requires_grad": INPUTS}
+    return dataclasses.replace(found[-1], **plain, spoilt=None, default_dtype="float32")  # type: ignore[arg-type]

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.oracle import attend
+from tests.check import attend
+from tests.expected import assert_table_gradient
+from tests.samples import with_different_strides
 from triton_relattn import RelativePositions
-from triton_relattn.testing import Inputs, assert_table_gradient, forward_backward, make_inputs, with_different_strides
+from triton_relattn.testing import Inputs, forward_backward, make_inputs
 
 CASES: dict[str, tuple[int, int, bool, dict[str, Any]]] = {
     # length, rows, per head, arguments

@@ -19,12 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.check import attend, attend_varlen
 from tests.conftest import forget_warnings
-from tests.oracle import assert_same, attend, attend_varlen
-from tests.tolerance import assert_near, within
+from tests.expected import exact_results
+from tests.samples import in_memory_order, with_different_strides
+from tests.tolerance import assert_near, assert_same, within
 from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen
 from triton_relattn.nn import RelativeMultiheadAttention
-from triton_relattn.testing import Inputs, dense_gradients, in_memory_order, make_inputs, with_different_strides
+from triton_relattn.testing import Inputs, make_inputs
 
 FORWARD = torch.ops.triton_relattn.attention_forward.default
 BACKWARD = torch.ops.triton_relattn.attention_backward.default
@@ -206,7 +208,7 @@ def test_either_result_is_differentiated(used: str) -> None:
     out, lse = attend(**leaves, **options)
     results, seeds = {"out": ([out], [inputs.d_out]), "lse": ([lse], [d_lse])}.get(used, ([out, lse], [inputs.d_out, d_lse]))
     silent = {name: 0 * getattr(inputs, name) for name in ("d_out", "d_lse") if used not in (name[2:], "both")}
-    expected = dense_gradients(inputs._replace(**silent), **options)._asdict()
+    expected = exact_results(inputs._replace(**silent), **options)
     for name, actual in zip(leaves, torch.autograd.grad(results, list(leaves.values()), seeds, allow_unused=True), strict=True):
         if used == "lse" and name in ("value", "rel_value"):
             assert actual is None or not actual.any()
@@ -237,7 +239,7 @@ def test_second_derivatives_are_refused() -> None:
     leaves = leaves_of(inputs)
     refused = partial(pytest.raises, RuntimeError, match="triton_relattn::attention_backward cannot be differentiated")
     found = torch.autograd.grad(attend(**leaves), list(leaves.values()), (inputs.d_out, inputs.d_lse), create_graph=True)
-    assert_same("d_query", found[0], dense_gradients(inputs).d_query)
+    assert_same("d_query", found[0], exact_results(inputs)["d_query"])
     for leaf in leaves.values():
         with refused():
             torch.autograd.grad(found[0].square().sum(), leaf, retain_graph=True)

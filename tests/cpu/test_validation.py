@@ -14,7 +14,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.conftest import forget_warnings
-from tests.oracle import assert_same
+from tests.samples import with_different_strides
+from tests.tolerance import assert_same
 from triton_relattn import (
     RelativePositions,
     can_run_triton,
@@ -25,7 +26,7 @@ from triton_relattn import (
     plots,
 )
 from triton_relattn._core import removed
-from triton_relattn.testing import make_inputs, with_different_strides
+from triton_relattn.testing import make_inputs
 
 zeros, lengths, Positions = torch.zeros, torch.tensor, RelativePositions
 Changes = dict[str, Any]

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.blind import BATCH, BLIND, KEYS, QUERIES
-from tests.cases import assert_bit_equal, one_hot_case
-from tests.tolerance import tolerance_of, within
-from tests.way import Way
+from tests.check import Way
+from tests.expected import assert_table_gradient, exact_results, visible_pairs
+from tests.samples import with_different_strides
+from tests.tolerance import assert_bit_equal, tolerance_of, within
 from triton_relattn import RelativePositions
-from triton_relattn.testing import Inputs, assert_table_gradient, dense_gradients, make_inputs, with_different_strides
+from triton_relattn.testing import Inputs, make_inputs
 
-HEADS = 2
+BATCH, HEADS, QUERIES, KEYS = 2, 2, 30, 13
 TABLES = ("rel_key", "rel_value", "rel_bias", "rel_p2c")
 POSITIONS = {
     "full": RelativePositions(-60, 60),
@@ -66,7 +66,16 @@ def test_one_table_row_moves_only_its_diagonal(query_offset: int, r: int, way: W
 @pytest.mark.parametrize("outside", ["clamp", "zero"])
 def test_one_hot_d_out_reaches_only_its_pairs(outside: Any, dtype: torch.dtype | None, way: Way) -> None:
     """The gradient of one query's output touches its own row, its visible keys and their table rows; all else is exactly zero."""
-    inputs, arguments, hit = one_hot_case(outside, way.width, dtype or way.dtype)
+    inputs = make_inputs(2, 2, 40, 50, way.width, num_rows=31, dtype=dtype or way.dtype, seed=2)
+    d_out = torch.zeros_like(inputs.d_out)
+    d_out[1, 0, 21, 2] = 1
+    inputs = inputs._replace(d_out=d_out, d_lse=torch.zeros_like(inputs.d_lse))
+    arguments: dict[str, Any] = {"positions": RelativePositions(-20, 10, outside), "key_lengths": torch.tensor([50, 36])}
+    arguments |= {"is_causal": True, "query_offset": 5}
+    row = torch.arange(21 + 5 + 1) - 21 - 5 + 20  # of the keys that query 21 sees
+    hit = torch.zeros(31, dtype=torch.bool)
+    hit[row.clamp(0, 30) if outside == "clamp" else row[(row >= 0) & (row <= 30)]] = True
+    assert 0 < int(hit.sum()) < 31
     results = way.results(inputs, **arguments)
     way.check(results, inputs, **arguments)
     assert torch.equal(results["d_rel_key"].any(-1), hit)
@@ -84,7 +93,7 @@ def test_a_bias_in_float32(dtype: torch.dtype, way: Way) -> None:
     inputs = make_inputs(2, 2, 33, 35, 16, num_rows=21, rel_bias=True, dtype=dtype, seed=0)
     assert inputs.rel_bias is not None
     inputs = inputs._replace(rel_bias=inputs.rel_bias.float())
-    results, golden = way.results(inputs), dense_gradients(inputs).d_rel_bias
+    results, golden = way.results(inputs), exact_results(inputs)["d_rel_bias"]
     assert results["d_rel_bias"].dtype == torch.float32 and results["out"].dtype == dtype
     if way.implementation != "reference":
         assert_table_gradient("d_rel_bias", results["d_rel_bias"], inputs, table="rel_bias")
@@ -156,7 +165,7 @@ def test_a_mask_of_the_lowest_number(dtype: torch.dtype | None, mask_dtype: torc
     mask[5], mask[6, 3:] = lowest, lowest
     inputs = all_terms(way, positions, dtype=dtype)._replace(rel_value=None)
     results = way.results(inputs, positions=positions, attn_mask=mask)
-    golden: Any = dense_gradients(inputs, positions=positions, attn_mask=mask)._asdict()
+    golden: Any = exact_results(inputs, positions=positions, attn_mask=mask)
     golden["out"][:, :, 5] = inputs.value.double().mean(2)
     # In 16 bits P, dS, out for delta and the result are rounded: half a unit each, with a factor of two to spare.
     relative = 4 * torch.finfo(dtype).eps if dtype == torch.float16 else tolerance_of(dtype)
@@ -194,6 +203,47 @@ def test_a_bias_that_hides_keys(masked: bool, way: Way) -> None:
 
 
 # Queries that see nothing: out 0, lse -inf, gradients exactly 0, and all that is beside them as ever.
+
+
+def bool_mask(*hidden_rows: int) -> torch.Tensor:
+    mask = torch.ones(BATCH, 1, QUERIES, KEYS, dtype=torch.bool)
+    mask[1, :, list(hidden_rows)] = False
+    return mask
+
+
+def float_mask(*hidden_rows: int) -> torch.Tensor:
+    return torch.zeros(BATCH, 1, QUERIES, KEYS).masked_fill(~bool_mask(*hidden_rows), -math.inf)
+
+
+def rows(*chosen: int, entries: tuple[int, ...] = (0, 1)) -> torch.Tensor:
+    """(B, Nq), true for the chosen queries of the batch entries."""
+    mask = torch.zeros(BATCH, QUERIES, dtype=torch.bool)
+    for entry in entries:
+        mask[entry, list(chosen)] = True
+    return mask
+
+
+BLIND: dict[str, tuple[dict[str, Any], torch.Tensor]] = {
+    # arguments, and the queries that see nothing
+    "bool_mask": ({"attn_mask": bool_mask(0, 7, 29)}, rows(0, 7, 29, entries=(1,))),
+    "float_mask": ({"attn_mask": float_mask(0, 7, 29)}, rows(0, 7, 29, entries=(1,))),
+    "bool_mask_of_all": ({"attn_mask": torch.zeros((), dtype=torch.bool)}, rows(*range(QUERIES))),
+    "float_mask_of_all": ({"attn_mask": torch.full((KEYS,), -math.inf)}, rows(*range(QUERIES))),
+    "lengths": ({"key_lengths": torch.tensor([0, 13])}, rows(*range(QUERIES), entries=(0,))),
+    "causal": ({"is_causal": True, "query_offset": -17}, rows(*range(17))),
+    "causal_offsets": ({"is_causal": True, "query_offset": torch.tensor([-17, 0])}, rows(*range(17), entries=(0,))),
+    "window_past": ({"window_size": (2, -1)}, rows(*range(KEYS + 2, QUERIES))),
+    "window_future": ({"window_size": (-1, 3), "query_offset": -9}, rows(*range(6))),
+    "window_beside": ({"window_size": (1, 1), "query_offset": 100}, rows(*range(QUERIES))),
+    "window_and_length": (
+        {"window_size": (2, 0), "key_lengths": torch.tensor([13, 5])},
+        rows(*range(15, 30)) | rows(*range(7, 30), entries=(1,)),
+    ),
+    "mask_and_causal": (
+        {"is_causal": True, "attn_mask": torch.arange(KEYS) >= 4},
+        rows(0, 1, 2, 3),
+    ),
+}
 
 KINDS_OF_BLIND: list[tuple[str, str, dict[str, Any], torch.dtype | None]] = [
     *((case, kind, PLAIN, None) for case, kind in zip(BLIND, itertools.cycle(["clamp", "zero", "full"]), strict=False)),
@@ -293,7 +343,7 @@ def test_nan_that_no_query_sees(case: str, tiled: Way) -> None:
     positions, arguments = RelativePositions(-50, 50), UNSEEN[case]
     inputs = all_terms(tiled, positions, (37, 41))
     masks = {name: each for name, each in arguments.items() if name not in FURTHER}
-    pairs = dense_gradients(inputs, positions=positions, **masks).probs[:, 0] > 0
+    pairs = visible_pairs(inputs, **masks)[:, 0]
     seen_keys = pairs.any(1)
     offset = torch.as_tensor(arguments.get("query_offset", 0)).view(-1, 1, 1)
     row = (50 + torch.arange(41) - torch.arange(37)[:, None] - offset).expand_as(pairs)[pairs]

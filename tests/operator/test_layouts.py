@@ -10,18 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cases import assert_bit_equal
-from tests.tolerance import assert_near, within
-from tests.way import Way
+from tests.check import Way
+from tests.expected import exact_results
+from tests.samples import in_memory_order, with_different_strides
+from tests.tolerance import assert_bit_equal, assert_near, within
 from triton_relattn import decomposed_relative_attention
-from triton_relattn.testing import (
-    Inputs,
-    assert_within_budget,
-    dense_gradients,
-    in_memory_order,
-    make_inputs,
-    with_different_strides,
-)
+from triton_relattn.testing import Inputs, assert_within_budget, make_inputs
 
 
 def packed(inputs: Inputs) -> Inputs:
@@ -138,7 +132,7 @@ def test_large_logits_in_float16(logit: float, spread: float, num_rows: int, num
     sign = math.copysign(1.0, logit)
     query, key = level + spread * inputs.query / level, sign * level + spread * inputs.key / level
     inputs = inputs._replace(query=query, key=key).to(torch.float16)
-    results, golden = tiled.results(inputs), dense_gradients(inputs)._asdict()
+    results, golden = tiled.results(inputs), exact_results(inputs)
     assert golden["lse"].sub(logit).abs().max() < abs(logit) / 5
     plain = Way("reference").results(inputs.to(torch.float32))
     for name, result in results.items():
