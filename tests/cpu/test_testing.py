@@ -129,7 +129,7 @@ def test_the_gradient_of_each_table_fails_beyond_its_budget(table: str, per_head
     golden, budget = table_gradient_budget(inputs, table=table, **arguments)
     assert_same(table, golden, exact_results(inputs, **arguments)[f"d_{table}"])
     assert 0 < budget < golden.abs().max()
-    shift = torch.zeros_like(golden)
+    shift = torch.zeros(golden.shape, dtype=torch.float64)
     shift.view(-1)[golden.numel() // 2] = budget
     for right in (golden + 0.99 * shift, golden.to(torch.bfloat16)):
         assert_table_gradient(table, right, inputs, table=table, **arguments)
