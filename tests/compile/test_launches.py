@@ -23,9 +23,9 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from bench.compiled import Launch, recorded_launches, resources
+from tests.draws import compiled
+from tests.draws import drawn as drawn_sample
 from tests.groups import flat, flat_types
-from tests.samples import compiled
-from tests.samples import drawn as drawn_sample
 from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen
 from triton_relattn import _implementations as implementations
 from triton_relattn._core.spec import DIFFERENTIABLE

@@ -12,7 +12,8 @@ import torch
 
 from tests.check import Way, environment, run
 from tests.conftest import cut_blocks, poison_memory
-from tests.samples import Sample, explore, samples
+from tests.draws import explore, samples
+from tests.samples import Sample
 from tests.tolerance import assert_near
 from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen, merge_attention, tables
 from triton_relattn.nn import RelativeMultiheadAttention

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tests.samples import compiled, drawn, in_memory_order, with_different_strides
+from tests.draws import compiled, drawn
+from tests.samples import in_memory_order, with_different_strides
 from triton_relattn import RelativePositions
 from triton_relattn.testing import Inputs, make_inputs
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from tests.draws import Limits, drawn
 from tests.expected import exact_results
 from tests.interpreter.launch import check_every_term
-from tests.samples import Limits, drawn, in_memory_order, with_different_strides
+from tests.samples import in_memory_order, with_different_strides
 from tests.tolerance import tolerance_of, within
 from triton_relattn import RelativePositions, fused_relative_attention_varlen
 from triton_relattn.testing import Inputs, forward_backward, make_inputs

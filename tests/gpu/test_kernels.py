@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.draws import compiled, drawn
 from tests.interpreter.launch import check_every_term
-from tests.samples import compiled, drawn
 from tests.tolerance import assert_gradients_close_fp32, assert_near
 from triton_relattn import RelativePositions, decomposed_relative_attention, fused_relative_attention
 from triton_relattn.testing import assert_within_budget, make_inputs

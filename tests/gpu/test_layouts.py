@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.draws import compiled
 from tests.gpu.layouts import LAYOUTS, POSITIONS, check_layout, check_packed
-from tests.samples import compiled
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.draws import OF_KERNELS
 from tests.gpu.layouts import LAYOUTS, POSITIONS, check_layout, check_packed
-from tests.samples import OF_KERNELS
 
 
 @pytest.mark.parametrize(("layout", "width"), [*zip(LAYOUTS, (40, 72) * 4, strict=False)])

@@ -9,8 +9,8 @@ import torch
 
 from tests.check import WAYS
 from tests.check import check as check_call
+from tests.draws import OF_KERNELS, drawn
 from tests.interpreter.launch import SMALL, check, resolve
-from tests.samples import OF_KERNELS, drawn
 from tests.tolerance import assert_near
 from triton_relattn import RelativePositions
 from triton_relattn.kernels import splits as key_splits

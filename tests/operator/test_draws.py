@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from tests.check import WAYS, Way, check, check_refused, environment, run
 from tests.conftest import INTERPRETED
-from tests.draws import in_every_way
+from tests.draws import explore, in_every_way, repeatable, samples
 from tests.expected import TABLES
-from tests.samples import Sample, explore, repeatable, samples
+from tests.samples import Sample
 from triton_relattn import RelativePositions
 
 

@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.check import Way
-from tests.expected import assert_table_gradient, exact_results, visible_pairs
-from tests.samples import with_different_strides
+from tests.check import Way, check
+from tests.expected import TABLES, assert_table_gradient, exact_results
+from tests.samples import Sample
 from tests.tolerance import assert_bit_equal, tolerance_of, within
 from triton_relattn import RelativePositions
 from triton_relattn.testing import Inputs, make_inputs
 
 BATCH, HEADS, QUERIES, KEYS = 2, 2, 30, 13
-TABLES = ("rel_key", "rel_value", "rel_bias", "rel_p2c")
 POSITIONS = {
     "full": RelativePositions(-60, 60),
     "clamp": RelativePositions(-4, 6),
@@ -124,29 +123,6 @@ def test_what_is_seen(is_causal: bool, way: Way) -> None:
         for size, side in zip(window_size, (-r, r), strict=True):
             seen = seen & ((side <= size) | (size < 0))
         assert torch.equal(probs > 0, seen.expand_as(probs)), masks
-
-
-@pytest.mark.parametrize(
-    ("shape", "of_numbers"),
-    [
-        ((), True),
-        ((), False),
-        ((1, 1, 1, KEYS), False),
-        ((QUERIES, 1), True),
-        ((BATCH, 1, 1, KEYS), True),
-        ((HEADS, QUERIES, KEYS), False),
-        ((BATCH, 1, QUERIES, 1), False),
-    ],
-    ids=str,
-)
-def test_masks_broadcast(shape: tuple[int, ...], of_numbers: bool, way: Way) -> None:
-    """A mask that broadcasts is that mask expanded."""
-    mask = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    mask = mask if of_numbers else mask > 0
-    inputs = all_terms(way, POSITIONS["clamp"])
-    results = way.results(inputs, positions=POSITIONS["clamp"], attn_mask=mask)
-    expanded = mask.expand(BATCH, HEADS, QUERIES, KEYS).contiguous()
-    way.check(results, inputs, positions=POSITIONS["clamp"], attn_mask=expanded)
 
 
 @pytest.mark.parametrize(
@@ -262,28 +238,6 @@ def test_rows_that_see_nothing(case: str, kind: str, options: dict[str, Any], dt
     assert torch.equal(way.out(inputs, positions=POSITIONS[kind], **arguments, **options), results["out"])
 
 
-WHOLE_BLOCKS: dict[str, dict[str, Any]] = {
-    "lengths": {"key_lengths": torch.tensor([0, 0])},
-    "causal": {"is_causal": True, "query_offset": -17},
-    "both": {"is_causal": True, "query_offset": -40, "key_lengths": torch.tensor([0, 5])},
-    "all": {"is_causal": True, "query_offset": -50},
-}
-
-
-@pytest.mark.parametrize("kind", [*POSITIONS, None])
-@pytest.mark.parametrize("case", WHOLE_BLOCKS)
-def test_whole_blocks_that_see_nothing(case: str, kind: str | None, way: Way) -> None:
-    """The same where a block has no query that sees a key; the others are right."""
-    positions, arguments = POSITIONS[kind] if kind else None, WHOLE_BLOCKS[case]
-    num_rows = positions.num_rows if positions else None
-    inputs = make_inputs(2, 1, 50, 13, way.width, num_rows=num_rows, dtype=way.dtype, seed=4)
-    results = way.results(inputs, positions=positions, **arguments)
-    limit = arguments.get("key_lengths", torch.tensor([13, 13]))[:, None]
-    sees = torch.arange(50) + arguments.get("query_offset", 0) >= 0 if "is_causal" in arguments else torch.ones(50).bool()
-    assert_blind(results, ~(sees & (limit > 0))[:, None])
-    way.check(results, inputs, positions=positions, **arguments)
-
-
 def assert_blind(results: dict[str, torch.Tensor], blind: torch.Tensor) -> None:
     """Results are those of queries of which the blind ones (B, H, Nq) see nothing."""
     assert blind.any() and torch.equal(results["lse"] == -math.inf, blind)
@@ -308,109 +262,44 @@ def test_nan_in_queries_that_see_nothing(case: str, way: Way) -> None:
         assert torch.equal(results[name], expected[name]), name
 
 
-@pytest.mark.parametrize("kind", ["clamp", "zero"])
-def test_nan_gradient_of_an_lse_that_is_infinite(kind: str, way: Way) -> None:
-    """It is ignored: merging partial results may give one for a query that sees nothing."""
-    inputs = all_terms(way, POSITIONS[kind])
-    arguments: dict[str, Any] = {"positions": POSITIONS[kind], "is_causal": True, "query_offset": -3}
-    expected = way.results(inputs, **arguments)
-    assert (expected["lse"][:, :, :3] == -math.inf).all()
-    d_lse = inputs.d_lse.clone()
-    d_lse[:, :, :3] = math.nan
-    assert_bit_equal(way.results(inputs._replace(d_lse=d_lse), **arguments), expected)
-
-
 # NaN that no query sees.
 
 UNSEEN: dict[str, dict[str, Any]] = {
-    "lengths": {"key_lengths": torch.tensor([7, 0])},
-    "lengths_softcap": {"key_lengths": torch.tensor([7, 0]), **FURTHER},
+    # Keys and values
+    "lengths": {"key_lengths": (7, 0)},
     "causal_offset": {"is_causal": True, "query_offset": -20},
     "window": {"window_size": (2, 1), "query_offset": 9},
-    "window_softcap": {"window_size": (2, 1), "query_offset": 9, **FURTHER},
-    "window_left": {"window_size": (2, -1), "query_offset": 9, "key_lengths": torch.tensor([30, 30])},
-    "window_right": {"window_size": (-1, 1), "query_offset": -9, **FURTHER},
+    "window_left": {"window_size": (2, -1), "query_offset": 9, "key_lengths": (30, 30)},
+    "window_right": {"window_size": (-1, 1), "query_offset": -9},
     "window_and_causal": {"window_size": (3, 7), "is_causal": True, "query_offset": 9},
-    "offsets": {"window_size": (2, 1), "query_offset": torch.tensor([9, 12])},
-    "offsets_softcap": {"window_size": (2, 1), "query_offset": torch.tensor([9, 12]), **FURTHER},
+    "offsets": {"window_size": (2, 1), "query_offset": (9, 12)},
+    # Table rows
+    "causal_short": {"positions": (-2, 98, "clamp"), "is_causal": True},
+    "lengths_short": {"positions": (-9, 91, "clamp"), "key_lengths": (7, 3)},
+    "lengths_none": {"positions": (-9, 91, "clamp"), "key_lengths": (0, 0)},
+    "past": {"positions": (-200, -100, "clamp")},
+    "future": {"positions": (100, 200, "clamp"), "is_causal": True},
+    "longer_past": {"positions": (-80, 20, "clamp")},  # 37 queries divide no block: rows only of those beyond
+    "blind_block": {"is_causal": True, "query_offset": -34},  # queries 0 to 33 see nothing: the first small block
+    "blind_block_short": {"positions": (-1, 99, "clamp"), "is_causal": True, "query_offset": -34},
+    "all_blind": {"positions": (10, 110, "clamp"), "is_causal": True, "query_offset": -40},
 }
+RUNS = [*itertools.product(UNSEEN, [0, 1])]
 
 
-@pytest.mark.parametrize("case", UNSEEN)
-def test_nan_that_no_query_sees(case: str, tiled: Way) -> None:
-    """Keys and values that no query sees, table rows that no visible pair has, and the storage around all tensors may hold NaN:
-    no result has any, and their gradients are exactly 0."""
-    positions, arguments = RelativePositions(-50, 50), UNSEEN[case]
-    inputs = all_terms(tiled, positions, (37, 41))
-    masks = {name: each for name, each in arguments.items() if name not in FURTHER}
-    pairs = visible_pairs(inputs, **masks)[:, 0]
-    seen_keys = pairs.any(1)
-    offset = torch.as_tensor(arguments.get("query_offset", 0)).view(-1, 1, 1)
-    row = (50 + torch.arange(41) - torch.arange(37)[:, None] - offset).expand_as(pairs)[pairs]
-    rows = torch.zeros(101, dtype=torch.bool).index_fill(0, row, True)
-    assert not seen_keys.all() and not rows.all()
-    spoilt = {name: tensor.clone() for name, tensor in inputs._asdict().items() if tensor is not None}
-    tables = [name for name in TABLES if name in spoilt]
-    for name in tables:
-        spoilt[name][~rows] = math.nan
-    for name in ("key", "value"):
-        spoilt[name].masked_fill_(~seen_keys[:, None, :, None], math.nan)
-    results = tiled.results(with_different_strides(Inputs(**spoilt)), positions=positions, **arguments)
-    tiled.check(results, inputs, positions=positions, **arguments)
-    assert_bit_equal(results, tiled.results(with_different_strides(inputs), positions=positions, **arguments))
-    for name in tables:
-        assert not results[f"d_{name}"][~rows].any() and results[f"d_{name}"][rows].any(), name
-    for name in ("d_key", "d_value"):
-        assert not results[name].transpose(1, 2)[~seen_keys].any() and results[name].any(), name
-
-
-UNREAD_ROWS: dict[str, tuple[RelativePositions, dict[str, Any], slice]] = {
-    # table, arguments, and the rows (of 101) that a visible pair of 37 queries and 41 keys has
-    "longer": (RelativePositions(-50, 50), {}, slice(50 - 36, 50 + 41)),
-    "causal": (RelativePositions(-50, 50), {"is_causal": True}, slice(50 - 36, 51)),
-    "causal_zero": (RelativePositions(-2, 98, "zero"), {"is_causal": True}, slice(0, 3)),
-    "causal_clamp": (RelativePositions(-2, 98), {"is_causal": True}, slice(0, 3)),
-    "lengths": (RelativePositions(-50, 50), {"key_lengths": torch.tensor([7])}, slice(50 - 36, 50 + 7)),
-    "lengths_clamp": (RelativePositions(-9, 91), {"key_lengths": torch.tensor([7])}, slice(0, 9 + 7)),
-    "lengths_zero": (RelativePositions(-9, 91, "zero"), {"key_lengths": torch.tensor([7])}, slice(0, 9 + 7)),
-    "lengths_none": (RelativePositions(-9, 91), {"key_lengths": torch.tensor([0])}, slice(0, 0)),
-    "offset": (RelativePositions(-50, 50), {"query_offset": 20}, slice(0, 50 + 41 - 20)),
-    "past_zero": (RelativePositions(-200, -100, "zero"), {}, slice(0, 0)),
-    "past_clamp": (RelativePositions(-200, -100), {}, slice(100, 101)),
-    "past_none": (RelativePositions(-200, -100), {"key_lengths": torch.tensor([0])}, slice(0, 0)),
-    "future_zero": (RelativePositions(100, 200, "zero"), {}, slice(0, 0)),
-    "future_clamp": (RelativePositions(100, 200), {"is_causal": True}, slice(0, 1)),
-    # Queries 0 to 33 see nothing: the first small block.
-    "blind_block": (RelativePositions(-50, 50), {"is_causal": True, "query_offset": -34}, slice(50 - 2, 51)),
-    "blind_block_zero": (RelativePositions(-1, 99, "zero"), {"is_causal": True, "query_offset": -34}, slice(0, 2)),
-    "blind_block_clamp": (RelativePositions(-1, 99), {"is_causal": True, "query_offset": -34}, slice(0, 2)),
-    # 37 queries divide no block: rows that only the queries beyond would have.
-    "longer_past_clamp": (RelativePositions(-80, 20), {}, slice(80 - 36, 101)),
-    "longer_past_zero": (RelativePositions(-80, 20, "zero"), {}, slice(80 - 36, 101)),
-    "all_blind": (RelativePositions(-1, 99), {"is_causal": True, "query_offset": -40}, slice(0, 0)),
-    "all_blind_future": (RelativePositions(10, 110), {"is_causal": True, "query_offset": -40}, slice(0, 0)),
-}
-
-
-@pytest.mark.parametrize("case", UNREAD_ROWS)
-def test_rows_that_no_visible_pair_has_may_hold_nan(case: str, tiled: Way) -> None:
-    """Their part of dS is 0, but 0 times NaN is NaN: they are not multiplied by it. Their own gradient is exactly 0. In every
-    other case there are all four tables, and softcap."""
-    positions, arguments, seen = UNREAD_ROWS[case]
-    is_alone = list(UNREAD_ROWS).index(case) % 2 == 0
-    further: dict[str, Any] = {} if is_alone else dict.fromkeys(("rel_value", "rel_bias", "rel_p2c"), True)
-    arguments = arguments if is_alone else {**arguments, "softcap": 5.0}
-    inputs = make_inputs(1, 2, 37, 41, tiled.width, num_rows=101, **further, dtype=tiled.dtype, seed=3)
-    unread = torch.ones(101, dtype=torch.bool)
-    unread[seen] = False
-    tables = {name: getattr(inputs, name) for name in TABLES if getattr(inputs, name) is not None}
-    spoilt = {name: table.clone() for name, table in tables.items()}
-    for table in spoilt.values():
-        table[unread] = math.nan
-    results = tiled.results(inputs._replace(**spoilt), positions=positions, **arguments)
-    tiled.check(results, inputs, positions=positions, **arguments)
-    for name, table in tables.items():
-        assert torch.equal(results[f"d_{name}"].view(len(table), -1).any(-1), ~unread), name
+@pytest.mark.parametrize(("case", "number"), RUNS)
+def test_nan_that_no_query_sees(case: str, number: int, tiled: Way) -> None:
+    """Keys and values that no query sees, and table rows that no visible pair has, may hold NaN: dS is 0 there, but 0 times NaN
+    is NaN. With one table, or with all of them, softcap, dropout and terms that end where the table does."""
+    further: dict[str, Any] = {"tables": ("rel_key",)}
+    if number:
+        further = {"tables": TABLES, "rel_width": 4, "softcap": 5.0, "dropout_p": 0.3}
+    fields = {"positions": (-50, 50, "clamp"), **UNSEEN[case], **further}
+    if number:
+        fields["positions"] = (*fields["positions"][:2], "zero")
+    sizes = {"batch": 2, "num_queries": 37, "num_keys": 41, "width": tiled.width, "value_width": tiled.width}
+    dtype = str(tiled.dtype).removeprefix("torch.")
+    check(Sample(**sizes, **fields, dtype=dtype, seed=number, spoilt="nan"), tiled)  # type: ignore[arg-type]
 
 
 # NaN that somebody sees, which goes no further.

@@ -337,7 +337,7 @@ def test_two_by_two_by_hand(way: Way) -> None:
         "d_value": column(0.25, 0.75),
         "d_rel_key": column(0, -0.375, 0.375)[0, 0],
     }
-    by_hand = exact_results(inputs)
+    exact = exact_results(inputs)
     for name, result in way.results(inputs.to(way.dtype), scale=1.0).items():
         assert_near(name, result.double(), expected[name], tolerance=tolerance_of(way.dtype), smallest=1.0)
-        assert_near(name, by_hand[name], expected[name])
+        assert_near(name, exact[name], expected[name])
