@@ -223,8 +223,10 @@ def drawn(number: int, limits: Limits, is_packed: bool) -> Sample:
     """One call, which has all results and gradients."""
     found: list[Sample] = []
     explore(samples(limits, is_packed), found.append, [number])
-    plain = {"same": False, "cotangents": "both", "mode": "grad", "return_lse": True, "requires_grad": INPUTS}
-    return dataclasses.replace(found[-1], **plain, spoilt=None, default_dtype="float32")  # type: ignore[arg-type]
+    sample = found[-1]
+    positions = None if sample.positions is None else (*sample.positions[:2], sample.positions[2].replace("error", "clamp"))
+    plain: dict[str, Any] = {"same": False, "cotangents": "both", "mode": "grad", "return_lse": True, "requires_grad": INPUTS}
+    return dataclasses.replace(sample, **plain, positions=positions, spoilt=None, default_dtype="float32")
 
 
 def in_every_way(sample: Sample) -> None:
