@@ -30,7 +30,7 @@ napoleon_use_param = False
 myst_heading_anchors = 3
 nitpicky = True
 nitpick_ignore_regex = [
-    ("py:.*", r"(?!triton_relattn).*|triton_relattn\.testing\.(Inputs|DenseGradients)")
+    ("py:.*", r"(?!triton_relattn).*|triton_relattn\.testing\.Inputs")
 ]  # classes of torch and others, which only a network could look up
 
 html_theme = "furo"

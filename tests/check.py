@@ -17,6 +17,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,11 +26,103 @@ import torch
 from torch import Tensor
 
 from tests.conftest import INTERPRETED, cut_blocks, cut_tiles, poison_memory
-from tests.expected import INPUTS, TABLES, Batch, Expected, Pairs, assert_within, dtype_of, expected
+from tests.expected import (
+    INPUTS,
+    TABLES,
+    Batch,
+    Expected,
+    Pairs,
+    assert_within,
+    dtype_of,
+    exact_results,
+    expected,
+    kept,
+    unlucky,
+)
 from tests.samples import Sample
-from tests.way import Way
 from triton_relattn import fused_relative_attention, fused_relative_attention_varlen
-from triton_relattn.testing import dropout_mask
+from triton_relattn.testing import Inputs, dropout_mask, forward_backward
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to compute a call: an implementation, and whether it takes small blocks (tiles)."""
+
+    implementation: str
+    small: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.implementation}_in_{'small' if self.small else 'default'}_blocks"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The most precise dtype that it computes in."""
+        return torch.float32 if self.implementation == "triton" else torch.float64
+
+    @property
+    def width(self) -> int:
+        """A width of heads that costs it little."""
+        return 16 if self.implementation == "triton" else 8
+
+    def attend(self, *tensors: Any, **arguments: Any) -> Any:
+        """out and lse."""
+        return fused_relative_attention(*tensors, return_lse=True, implementation=self.implementation, **arguments)
+
+    def results(self, inputs: Inputs, **arguments: Any) -> dict[str, Tensor]:
+        """out, lse and all gradients, with the same dropout every time."""
+        torch.manual_seed(0)
+        return forward_backward(self.attend, inputs, **arguments)
+
+    def out(self, inputs: Inputs, **arguments: Any) -> Tensor:
+        """out of a call without lse and without gradients, with the same dropout as results()."""
+        torch.manual_seed(0)
+        arguments = {**inputs.terms(), **arguments, "implementation": self.implementation}
+        found: Tensor = fused_relative_attention(*inputs[:4], **arguments)
+        return found
+
+    def check(self, results: dict[str, Tensor], inputs: Inputs, **arguments: Any) -> None:
+        """Apply the error rule of tests/expected.py to each element of out, lse and all gradients.
+
+        Not to the reference in 16 bits: what plain torch rounds there is what others are measured by.
+        """
+        if self.implementation == "reference" and inputs.query.element_size() == 2:
+            return
+        call = {**inputs._asdict(), **arguments, "implementation": self.implementation}
+        golden = expected(call, inputs.d_out, inputs.d_lse, kept(inputs, **arguments))
+        for name, result in results.items():
+            assert result.dtype == dtype_of(name, call), f"{name}: {result.dtype}"
+            assert_within(name, result, *golden[name])
+
+
+# In a process with TRITON_INTERPRET=1 these are the kernels; in the other one blockwise and the reference.
+WAYS = (
+    (Way("triton"), Way("triton", small=True))
+    if INTERPRETED
+    else (Way("blockwise"), Way("blockwise", small=True), Way("reference"))
+)
+
+
+def attend(*tensors: Tensor | None, **arguments: Any) -> Any:
+    """out and lse of the operator; blockwise unless said otherwise."""
+    return fused_relative_attention(*tensors, **{"implementation": "blockwise", "return_lse": True, **arguments})  # type: ignore[arg-type]
+
+
+def attend_varlen(*tensors: Tensor | None, **arguments: Any) -> Any:
+    """out and lse of the packed operator; blockwise unless said otherwise."""
+    return fused_relative_attention_varlen(*tensors, **{"implementation": "blockwise", "return_lse": True, **arguments})  # type: ignore[arg-type]
+
+
+def results_of(implementation: str, inputs: Inputs, **arguments: Any) -> dict[str, Tensor]:
+    """out, lse and all gradients of an implementation, after torch.manual_seed(0)."""
+    return Way(implementation).results(inputs, **arguments)
+
+
+def unlucky_reference(inputs: Inputs, **arguments: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Exact results, and results of the reference that are as far off as in the worst of three draws."""
+    return unlucky(
+        inputs, lambda moved: exact_results(moved, **arguments), lambda moved: results_of("reference", moved, **arguments)
+    )
+
 
 DOCUMENTED = (ValueError, TypeError, NotImplementedError)
 AT_ONCE = ((16, 1 << 18, 1 << 20, 0, 128), (16, 1 << 10, 1 << 20, 0, 128))
@@ -107,14 +200,6 @@ def function_of(sample: Sample) -> Callable[..., Any]:
     return fused_relative_attention if sample.sequences is None else fused_relative_attention_varlen
 
 
-def kept(sample: Sample, call: dict[str, Any]) -> Tensor | None:
-    """What dropout keeps; it draws from torch's generator as the call does."""
-    if not call.get("dropout_p"):
-        return None
-    heads, p = call["query"].shape[1], call["dropout_p"]
-    return dropout_mask(len(sample.sizes), heads, sample.longest(0), sample.longest(1), p)
-
-
 def spoilt(sample: Sample, call: dict[str, Any]) -> dict[str, Any]:
     """The call with NaN (or inf) in rows of tables without a pair, and in keys and values that no query sees.
 
@@ -178,7 +263,10 @@ def right(sample: Sample, implementation: str) -> tuple[dict[str, Expected], Ten
     """What the call should give, and the state of torch's generator after it."""
     call = {**sample.call(), "implementation": implementation}
     torch.manual_seed(sample.seed)
-    keep, state = kept(sample, call), torch.get_rng_state()
+    keep = None
+    if sample.dropout_p:
+        keep = dropout_mask(len(sample.sizes), call["query"].shape[1], sample.longest(0), sample.longest(1), sample.dropout_p)
+    state = torch.get_rng_state()
     cotangents = [cotangent(sample, name, torch.promote_types(call["query"].dtype, torch.float32)) for name in ("out", "lse")]
     results = expected(call, cotangents[0].to(call["query"].dtype), cotangents[1], keep, sample.round_terms)
     if sample.same:  # one tensor, whose gradient is the sum of three

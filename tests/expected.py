@@ -10,12 +10,15 @@ the magnitude of what is summed, so that it never fails for rounding, and a wron
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tests.tolerance import within
+from triton_relattn import check
+from triton_relattn.testing import Inputs, dropout_mask
 
 UNITS = 16
 """Rounding errors, in units in the last place, that a number goes through one after the other."""
@@ -142,7 +145,10 @@ def probabilities(logits: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
     blind = ~pairs.visible.any(-1, keepdim=True)
     logits = logits.masked_fill(~pairs.visible, -math.inf).masked_fill(blind, 0)
     probs = torch.softmax(logits, -1).masked_fill(blind, 0) if logits.shape[-1] else logits
-    return probs, torch.logsumexp(logits, -1).masked_fill(blind[..., 0], -math.inf)
+    # Not torch.logsumexp: its derivative is wrong where logits are so large that the sum of exponentials is lost.
+    top = logits.detach().amax(-1) if logits.shape[-1] else logits.new_zeros(logits.shape[:3])
+    lse = top + (logits - top[..., None]).exp().sum(-1).log()
+    return probs, lse.masked_fill(blind[..., 0], -math.inf)
 
 
 def scales_of(call: dict[str, Any]) -> tuple[float, float]:
@@ -239,6 +245,81 @@ def budgets(call: dict[str, Any], d_out: Tensor, d_lse: Tensor, keep: Tensor | N
     found = torch.autograd.grad(of_scores.sum() + of_values.sum(), list(leaves.values()), materialize_grads=True)
     results = {"out": batch.packed(out_error, "q"), "lse": batch.packed(lse_error, "q").T if batch.index else lse_error}
     return results | {f"d_{name}": budget for name, budget in zip(leaves, found, strict=True)}
+
+
+def kept(inputs: Inputs, dropout_p: float = 0.0, seed: int = 0, **arguments: Any) -> Tensor | None:
+    """What dropout keeps in a call after torch.manual_seed(seed), (B, H, Nq, Nk); None without dropout."""
+    if not dropout_p:
+        return None
+    sizes = [*inputs.query.shape[:3], inputs.key.shape[2]]
+    if "cu_seqlens_q" in arguments:
+        sizes = [len(arguments["cu_seqlens_q"]) - 1, sizes[1], arguments["max_seqlen_q"], arguments["max_seqlen_k"]]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return dropout_mask(*sizes, dropout_p)  # type: ignore[call-arg]
+
+
+def exact_results(inputs: Inputs, *, keep: Tensor | None = None, **arguments: Any) -> dict[str, Tensor]:
+    """out, lse and all gradients of a call, packed or not, in float64. keep: as of :func:`kept`, which is the default."""
+    call = {name: getattr(inputs, name) for name in INPUTS} | arguments
+    call = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in call.items() if value is not None}
+    leaves, out, lse = exact(call, kept(inputs, **arguments) if keep is None else keep.cpu())
+    cotangents = [inputs.d_out.double().cpu(), inputs.d_lse.double().cpu()]
+    gradients = torch.autograd.grad([out, lse], list(leaves.values()), cotangents, materialize_grads=True)
+    results = {"out": out.detach(), "lse": lse.detach(), **dict(zip((f"d_{name}" for name in leaves), gradients, strict=True))}
+    return {name: result.to(inputs.query.device) for name, result in results.items()}
+
+
+def visible_pairs(inputs: Inputs, **arguments: Any) -> Tensor:
+    """Which keys each query sees, (B, H, Nq, Nk)."""
+    return Pairs({**inputs._asdict(), **arguments}).visible
+
+
+def table_gradient_budget(
+    inputs: Inputs, *, table: str = "rel_key", keep: Tensor | None = None, **arguments: Any
+) -> tuple[Tensor, float]:
+    """The exact gradient of a table and the largest error it may have, see triton_relattn.check; of a pack that of its batch."""
+    keep = kept(inputs, **arguments) if keep is None else keep
+    if "cu_seqlens_q" in arguments:
+        batch = Batch(arguments)
+        tensors = batch.inputs({name: each for name, each in inputs._asdict().items() if each is not None})
+        tensors |= {"d_out": batch.padded(inputs.d_out, "q"), "d_lse": batch.padded(inputs.d_lse.T, "q")}
+        packing = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        arguments = {name: value for name, value in arguments.items() if name not in packing}
+        inputs, arguments["key_lengths"] = Inputs(**tensors), batch.lengths["k"]
+    return check.table_gradient_budget(inputs, table, keep=keep, **arguments)
+
+
+def assert_table_gradient(name: str, actual: Tensor, inputs: Inputs, *, table: str = "rel_key", **arguments: Any) -> None:
+    """Assert that a table's gradient is as good as dS (of rel_value: P) rounded once to the inputs' dtype and summed exactly."""
+    golden, budget = table_gradient_budget(inputs, table=table, **arguments)
+    assert golden.any(), f"{name}: the exact gradient is all zero, the check would be vacuous"
+    within(name, (actual.double() - golden).abs().max(), budget)
+
+
+def unlucky(
+    inputs: Inputs, golden: Callable[[Inputs], dict[str, Tensor]], reference: Callable[[Inputs], dict[str, Tensor]]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The golden results, and results of plain torch that are as far off as in the worst of three draws.
+
+    How far off plain torch is at most depends on luck and on the processor, by up to twice. So it computes also inputs that are
+    moved by a unit, in which all is rounded anew.
+    """
+
+    def moved(tensor: Tensor | None, generator: torch.Generator) -> Tensor | None:
+        if tensor is None:
+            return None
+        steps = torch.randint(-1, 2, tensor.shape, generator=generator)
+        return tensor * (1 + torch.finfo(tensor.dtype).eps * steps).to(tensor.dtype)
+
+    right, errors = golden(inputs), list[dict[str, Tensor]]()
+    for number in range(3):
+        generator = torch.Generator().manual_seed(number)
+        changed = Inputs(*(moved(tensor, generator) for tensor in inputs)) if number else inputs  # type: ignore[arg-type]
+        exact, found = golden(changed) if number else right, reference(changed)
+        errors.append({name: (found[name].double() - exact[name]).masked_fill(exact[name].isinf(), 0) for name in found})
+    farthest = {name: max((each[name] for each in errors), key=lambda error: float(error.norm(math.inf))) for name in errors[0]}
+    return right, {name: right[name] + error for name, error in farthest.items()}
 
 
 class Expected(NamedTuple):

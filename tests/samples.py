@@ -1,12 +1,8 @@
-"""One valid call of the operator as a value, and the strategy of hypothesis that draws any.
+"""One valid call of the operator as a value.
 
 A Sample prints as one line, and the line, evaluated, is the sample again: a failure is repeated by
 ``python -m tests.draws --sample 'Sample(...)'``. All numbers in its tensors come from its seed. It says nothing of who computes
 it (tests/check.py does), but that blocks chooses among the small blocks and tiles that a way to compute may have.
-
-samples() draws any call; samples(kernels=True) what the interpreter computes in a second or so. First choices are the simplest
-ones, to which hypothesis shrinks. Lengths, windows, offsets and tables end where tiles do, or one beside, more often than
-elsewhere: that is where most faults are.
 """
 
 from __future__ import annotations
@@ -16,22 +12,45 @@ import itertools
 import math
 import random
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.expected import INPUTS, TABLES
+from tests.expected import INPUTS
 from triton_relattn import RelativePositions
-from triton_relattn.testing import SHARP_FACTOR, SHARP_SHIFT, in_memory_order
+from triton_relattn.testing import SHARP_FACTOR, SHARP_SHIFT, Inputs
 
-T = TypeVar("T")
 SIDE = 16
 """Small blocks and tiles end at multiples of this."""
 FAR = 2**29
 """The largest position that is allowed."""
-LARGEST_TABLE = 150
+
+
+def in_memory_order(tensor: Tensor, *order: int, step: int = 1) -> Tensor:
+    """Copy a tensor to other memory: dimensions in the given order (outermost first), elements of the last one ``step`` apart,
+    every dimension padded in front with NaN, which no implementation may read."""
+    padded = tensor.new_full([tensor.shape[dim] + 1 for dim in order] + [step], math.nan)
+    view = padded[..., 0]
+    for dim in range(tensor.dim()):
+        view = view.narrow(dim, 1, view.shape[dim] - 1)
+    return view.permute([order.index(dim) for dim in range(tensor.dim())]).copy_(tensor)
+
+
+ORDERS: dict[str, tuple[int, ...]] = {
+    **{"query": (0, 2, 1, 3), "key": (0, 1, 3, 2), "value": (1, 0, 2, 3), "d_out": (2, 1, 0, 3), "d_lse": (2, 0, 1)},
+    **{"rel_query": (1, 2, 0, 3), "rel_key": (1, 2, 0), "rel_value": (2, 0, 1), "rel_bias": (1, 0), "rel_p2c": (1, 2, 0)},
+}
+
+
+def with_different_strides(inputs: Inputs) -> Inputs:
+    """Copy inputs so that every tensor has strides, a storage offset and padding of its own."""
+    copies = {}
+    for number, (name, tensor) in enumerate(inputs._asdict().items()):
+        if tensor is not None:  # tables that heads share lack a dimension
+            order = [dim for dim in ORDERS[name] if dim < tensor.dim()]
+            copies[name] = in_memory_order(tensor, *order, step=1 + number % 3)
+    return inputs._replace(**copies)
 
 
 @dataclass(frozen=True, repr=False)
@@ -141,19 +160,26 @@ class Sample:
             tensor = tensor.narrow(dim, 0, min(1, shape[dim]))
         return in_memory_order(tensor, *choose.sample(dims, len(dims)), step=choose.randint(1, 3)).expand(shape)
 
-    def numbers(self, name: str, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    def numbers(
+        self, name: str, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None, is_meta: bool = False
+    ) -> Tensor:
         """Normally distributed numbers that belong to seed and name."""
         place = (*INPUTS, "d_out", "d_lse", "attn_mask").index(name)
         generator = torch.Generator().manual_seed(self.seed * 64 + place)
-        drawn = torch.randn(self.shapes[name] if shape is None else shape, generator=generator, dtype=torch.float64)
+        shape = self.shapes[name] if shape is None else shape
+        if is_meta:
+            return self.laid_out(name, torch.empty(shape, dtype=dtype or getattr(torch, self.dtype), device="meta"))
+        drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
         if self.sharp and name in ("query", "rel_query"):
             drawn = drawn * SHARP_FACTOR
         if self.sharp and name in ("value", "d_out"):
             drawn = drawn + SHARP_SHIFT
         return self.laid_out(name, drawn.to(dtype or getattr(torch, self.dtype)))
 
-    def attn_mask(self) -> Tensor:
+    def attn_mask(self, is_meta: bool = False) -> Tensor:
         """A mask that hides some pairs, and all of some queries and keys."""
+        if is_meta:
+            return self.numbers("attn_mask", self.mask_shape, getattr(torch, str(self.mask)), is_meta)
         generator, shape = torch.Generator().manual_seed(self.seed), self.mask_shape
         visible = torch.rand(shape, generator=generator) < 0.8
         for dims in ((*shape[:-1], 1), shape[-1:]) if shape else ():
@@ -169,17 +195,26 @@ class Sample:
         vector = torch.tensor(values, dtype=getattr(torch, self.integers))
         return torch.stack((vector, torch.full_like(vector, -(2**31))), -1)[:, 0] if "integers" in self.strided else vector
 
-    def call(self) -> dict[str, Any]:
-        """All arguments, by name, but for implementation."""
+    def inputs(self, is_meta: bool = False) -> tuple[Inputs, dict[str, Any]]:
+        """The tensors with those of gradients, and the other arguments."""
+        arguments, dtype = self.call(is_meta), torch.promote_types(getattr(torch, self.dtype), torch.float32)
+        tensors, _ = {name: arguments.pop(name, None) for name in INPUTS}, arguments.pop("return_lse")
+        d_out, d_lse = self.numbers("d_out", is_meta=is_meta), self.numbers("d_lse", None, dtype, is_meta)
+        return Inputs(**tensors, d_out=d_out, d_lse=d_lse), arguments
+
+    def call(self, is_meta: bool = False) -> dict[str, Any]:
+        """All arguments, by name, but for implementation; is_meta: large tensors on the device meta."""
         bias = torch.float32 if self.float32_bias else None
-        call: dict[str, Any] = {name: self.numbers(name, None, bias if name == "rel_bias" else None) for name in self.shapes}
+        call: dict[str, Any] = {}
+        for name in self.shapes:
+            call[name] = self.numbers(name, None, bias if name == "rel_bias" else None, is_meta)
         del call["d_out"], call["d_lse"]
         if self.same:
             call["key"] = call["value"] = call["query"]
         if self.positions is not None and not self.default_positions:
             call["positions"] = RelativePositions(*self.positions)  # type: ignore[arg-type]
         if self.mask is not None:
-            call["attn_mask"] = self.attn_mask()
+            call["attn_mask"] = self.attn_mask(is_meta)
         if self.key_lengths is not None:
             call["key_lengths"] = self.vector(self.key_lengths)
         for which, name in enumerate("qk" if self.sequences is not None else ""):
@@ -189,144 +224,3 @@ class Sample:
         call["query_offset"] = offset if isinstance(offset, int) else self.vector(offset)
         scalars = ("is_causal", "window_size", "dropout_p", "scale", "rel_scale", "softcap", "return_lse")
         return call | {name: getattr(self, name) for name in scalars} | {"enable_gqa": self.group > 1}
-
-
-def rarely(otherwise: T, *others: T, odds: int = 3) -> st.SearchStrategy[T]:
-    """otherwise, or once in odds one of the others."""
-    return st.integers(0, odds - 1).flatmap(lambda number: st.sampled_from(others) if number == odds - 1 else st.just(otherwise))
-
-
-def edges(limit: int) -> list[int]:
-    """Lengths and distances at the borders of tiles, and one beside; the limit may lie before the first."""
-    return [border + step for border in range(SIDE, max(limit, SIDE) + 1, SIDE) for step in (0, 1, -1)]
-
-
-def lengths(limit: int) -> st.SearchStrategy[int]:
-    beyond = [border + 1 for border in range(SIDE, limit, SIDE)]
-    return st.one_of(
-        st.sampled_from([1, 2, 3, 0, 5]), st.integers(0, limit), st.sampled_from(edges(limit)), st.sampled_from(beyond)
-    )
-
-
-@st.composite
-def tables(draw: st.DrawFn, sample: Sample) -> dict[str, Any]:
-    """Tables and what their rows stand for."""
-    pairs = itertools.combinations(TABLES, 2)
-    names = draw(st.sampled_from([*((name,) for name in TABLES), *pairs, TABLES[:3], TABLES, TABLES]))
-    given, window = sample.query_offset, sample.window_size
-    offsets = (given if isinstance(given, tuple) else (given,)) or (0,)
-    right = 0 if sample.is_causal else window[1]
-    low, high = -max(sample.longest(0) - 1, 0) - max(offsets), max(sample.longest(1) - 1, 0) - min(offsets)
-    low, high = max(low, -window[0]) if window[0] >= 0 else low, min(high, right) if right >= 0 else high
-    low, high = min(low, high), max(low, high)
-    more = draw(st.integers(0, 20))
-    covers = high - low < LARGEST_TABLE and max(-low, high) < FAR - 9
-    kind = draw(st.sampled_from(["centred", "any", "one row", "beside", "far", *["borders"] * 4, *["covers"] * 3 * covers]))
-    outside = draw(st.sampled_from(["clamp", "zero", "error"] if kind == "covers" else ["clamp", "zero"]))
-    if kind == "centred":
-        first, last = -more, more
-    elif kind == "any":
-        first = draw(st.integers(low - 3, high + 3))
-        last = first + draw(st.integers(0, min(high - low + 6, LARGEST_TABLE)))
-    elif kind == "one row":
-        first = last = draw(st.integers(low - 1, high + 1))
-    elif kind == "beside":
-        first, last = draw(st.sampled_from([(low - 4 - more, low - more % 5), (high + more % 5, high + 4 + more)]))
-    elif kind == "far":
-        first, last = draw(st.sampled_from([(-FAR, -FAR + more), (FAR - more, FAR)]))
-    elif kind == "borders":
-        # A pair of tiles, or the last that a window shows, is just within the table or just beyond it; or rows are whole tiles.
-        step = st.sampled_from([-1, 0, 1, *edges(48)])
-        ends = (draw(st.sampled_from(offsets)), *(end for end in (window[0], right) if end >= 0))
-        first = -draw(step) - draw(st.sampled_from([ends[0], 0, *ends[1:]]))
-        last = draw(step) + draw(st.sampled_from([-ends[0], first, first - 1, *ends[1:]]))
-        first, last = min(first, last), min(max(first, last), min(first, last) + LARGEST_TABLE)
-    else:
-        first, last = low - more % 4, high + more // 4 % 4
-    first, last = max(first, -FAR), min(last, FAR)
-    first, last = (first, last) if -FAR <= first <= last <= FAR else (0, more)
-    return {
-        "tables": names,
-        "per_head": tuple(name for name in names if draw(st.booleans())),
-        "positions": (first, last, outside),
-        "default_positions": first == -last and outside == "clamp" and draw(st.booleans()),
-        "float32_bias": "rel_bias" in names and draw(st.booleans()),
-        "rel_scale": draw(rarely(None, 1.0, 0.0, -0.4, 0.2, 3.0)) if {"rel_key", "rel_p2c"} & set(names) else None,
-        "rel_width": draw(rarely(None, 1, 3, 16, 24, 7)) if "rel_key" in names else None,
-    }
-
-
-@st.composite
-def sizes(draw: st.DrawFn, kernels: bool) -> dict[str, Any]:
-    """Sequences, heads and widths; few of them in the interpreter, which is slow."""
-    width = st.sampled_from((1, 8, 16, 3, 20, 33) if kernels else (1, 2, 3, 8, 5, 16, 17, 33, 64))
-    length, same = lengths(48 if kernels else 70), draw(rarely(False, True, odds=8))
-    count = draw(st.sampled_from([1, 1, 2] if kernels else [1, 2, 1, 2, 3, 0]))
-    key_heads = draw(st.sampled_from(([1, 1, 2] if count == 1 else [1]) if kernels else [1, 2, 1, 3, 0]))
-    group = 1 if same or (kernels and max(count, key_heads) > 1) else draw(rarely(1, 2, 3, odds=4 if kernels else 2))
-    chosen: dict[str, Any] = {"width": draw(width), "same": same, "key_heads": key_heads, "group": group}
-    chosen["value_width"] = chosen["width"] if same else draw(width)
-    pairs = tuple(draw(st.tuples(length, length)) for _ in range(count))
-    pairs = tuple((keys, keys) for _, keys in pairs) if same else pairs
-    if draw(rarely(False, True)):
-        return {**chosen, "sequences": pairs, "slack": draw(rarely(0, 1, 5, 9))}
-    queries, keys = pairs[0] if pairs else (5, 5)
-    return {**chosen, "batch": count, "num_queries": queries, "num_keys": keys}
-
-
-@st.composite
-def samples(draw: st.DrawFn, kernels: bool = False) -> Sample:
-    """Any valid call."""
-    dtypes = ["float32", "float16"] if kernels else ["float64", "float32", "float16", "bfloat16"]
-    # The seed first, because hypothesis draws the first choice of a run until it is not that of the run's simplest sample.
-    fields: dict[str, Any] = {"seed": draw(st.integers(0, 2**20)), "blocks": draw(st.integers(0, 15))}
-    fields |= {"dtype": draw(st.sampled_from(dtypes)), **draw(sizes(kernels))}
-    sample = Sample(**fields)
-    count, heads = len(sample.sizes), sample.key_heads * sample.group
-
-    distance = lengths(20 if kernels else 70)
-    offset = st.one_of(st.sampled_from([0, sample.longest(1) - sample.longest(0), 1, -1]), distance, distance.map(lambda d: -d))
-    offset = draw(rarely(st.just(0), *[offset] * 9, st.sampled_from([FAR, -FAR]), odds=2))
-    fields["query_offset"] = draw(st.tuples(*[offset] * count)) if draw(rarely(False, True)) else draw(offset)
-    given = fields["query_offset"]
-    some = draw(st.sampled_from((given if isinstance(given, tuple) else (given,)) or (0,)))
-    if draw(st.integers(0, 2)):
-        # Most end where a tile does, or one beside it, as queries see it that are shifted by the offset.
-        near = [[max(border + step + sign * some % SIDE, 0) for step in (1, 0, -1) for border in (0, SIDE)] for sign in (1, -1)]
-        ends = (st.sampled_from(each) | st.sampled_from(each) | distance | st.sampled_from([-1, 0, 1, FAR]) for each in near)
-        fields["window_size"] = draw(st.tuples(*ends))
-    fields["is_causal"] = draw(rarely(False, True))
-    if draw(st.integers(0, 4)):
-        fields |= draw(tables(Sample(**fields)))
-
-    if sample.sequences is None and draw(rarely(False, True)):
-        full = (sample.batch, heads, sample.num_queries, sample.num_keys)
-        shape = tuple(size if draw(st.booleans()) else 1 for size in full)
-        ones = next((dim for dim, size in enumerate(shape) if size != 1), len(shape))
-        fields["mask_shape"] = shape[draw(st.integers(0, ones)) :]
-        fields["mask"] = draw(st.sampled_from(["bool", "float32", fields["dtype"]]))
-        fields["mask_low"] = draw(st.sampled_from(["-inf", "finfo.min", "-1e4"]))
-    if sample.sequences is None and draw(rarely(False, True)):
-        length = st.sampled_from([sample.num_keys, 0]) | st.integers(0, sample.num_keys)
-        fields["key_lengths"] = draw(st.tuples(*[length] * sample.batch))
-    fields["integers"] = draw(st.sampled_from(["int64", "int32"]))
-    fields["dropout_p"] = draw(rarely(0.0, 0.5, 0.1, 0.9, 0.3, 1.0))
-    fields["scale"] = draw(rarely(None, 1.0, 0.0, -0.3, 0.05, 0.0, 1e-4, -1e-5, 2e-3, odds=2))
-    fields["softcap"] = draw(rarely(None, 5.0, 0.5, 50.0, odds=4))
-    fields["return_lse"] = draw(st.booleans())
-    fields["sharp"] = draw(rarely(False, True, odds=4))
-    fields["cotangents"] = draw(st.sampled_from(["both", "out", "lse"])) if fields["return_lse"] else "both"
-    fields["mode"] = draw(rarely("grad", "no_grad", "inference_mode", odds=10))
-    fields["default_dtype"] = draw(rarely("float32", "float64", "float16", odds=6))
-    fields["spoilt"] = draw(rarely(None, "nan", "nan", "inf", odds=2))
-    if kernels:
-        fields["round_terms"] = draw(rarely(False, True, odds=2))
-        fields["workspace"] = draw(rarely(None, 0, 4000, 20000, odds=2))
-    names = list(Sample(**fields).shapes)
-    inputs = [name for name in names if name in INPUTS]
-    if not draw(st.integers(0, 4)):
-        wanted = set(draw(st.lists(st.sampled_from(inputs), unique=True)))
-        wanted |= {"query", "key", "value"} if sample.same and wanted & {"query", "key", "value"} else set()
-        fields["requires_grad"] = tuple(name for name in INPUTS if name in wanted)
-    fields["strided"] = tuple(name for name in [*names, "attn_mask", "integers"] if draw(rarely(False, True, odds=4)))
-    return Sample(**fields)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -105,3 +105,39 @@ def assert_near(
             raise AssertionError(f"{what}: {error:.3e} where all that is expected is zero")
         return
     within(what, error, (tolerance_of(expected.dtype) if tolerance is None else tolerance) * largest)
+
+
+def assert_same(name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal up to float64 rounding, relative to the largest magnitude (at least 1); -inf where -inf is expected."""
+    assert actual.dtype == expected.dtype == torch.float64, f"{name}: {actual.dtype}, {expected.dtype}"
+    assert_near(name, actual, expected, smallest=1.0)
+
+
+def assert_bit_equal(results: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    """The same results with the same numbers, NaN among them."""
+    assert results.keys() == expected.keys()
+    for name, result in results.items():
+        assert torch.equal(result.nan_to_num(12345.0), expected[name].nan_to_num(12345.0)), name
+        assert torch.equal(result.isnan(), expected[name].isnan()), name
+
+
+FLOAT32_NORM = 2e-4
+"""Error of a float32 gradient relative to its norm. P = exp(logit - lse) is off by two units of float32, 2.4e-7, times the size
+of logits, which is about 40 in sharp attention; a gradient is what is left of terms twenty times as large: 2.4e-7 * 40 * 20."""
+
+
+def float32_gradient_budget(golden: torch.Tensor, all_golden: Iterable[torch.Tensor]) -> float:
+    """Return the largest norm that a float32 gradient's error may have: 2e-4 of the larger of two norms, golden's, and that of as
+    many elements of 5 % of the largest RMS among all gradients of the call, since some cancel to nothing."""
+    largest = max(float(other.double().square().mean().sqrt()) for other in all_golden if other.numel())
+    return FLOAT32_NORM * max(float(golden.double().norm()), 0.05 * largest * math.sqrt(golden.numel()))
+
+
+def assert_gradients_close_fp32(
+    name: str, actual: torch.Tensor, golden: torch.Tensor, all_golden: Iterable[torch.Tensor]
+) -> None:
+    """Assert that a float32 gradient is within its budget, in norm; of lse, -inf where golden is."""
+    infinite = golden == -math.inf
+    assert torch.equal(actual == -math.inf, infinite), f"{name}: -inf in other places"
+    error, golden = (actual.double() - golden).masked_fill(infinite, 0), golden.masked_fill(infinite, 0)
+    within(name, error.norm(), float32_gradient_budget(golden, all_golden))

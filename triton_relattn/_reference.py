@@ -36,35 +36,60 @@ def _attention(tensors: AttentionTensors, spec: AttentionSpec, first_sequence: i
     Args:
         first_sequence: the number of the first batch entry, for dropout.
     """
-    query, key, value, rel_query, rel_key, rel_value, rel_bias, rel_p2c, attn_mask, key_lengths, query_offsets, *_ = tensors
-    softcap, dropout_p, dropout_seed, dropout_origins = spec.softcap, spec.dropout_p, *tensors[-2:]
-    rel_key, rel_value, rel_p2c = (None if each is None else each.to(query.dtype) for each in (rel_key, rel_value, rel_p2c))
-    batch, heads, num_queries, _ = query.shape
-    num_keys, device = key.shape[2], query.device
-    if key.shape[1] != heads:
-        key, value = (tensor.repeat_interleave(heads // tensor.shape[1], 1) for tensor in (key, value))
+    content, position = score_terms(tensors, spec)
+    keep = dropout_keep(tensors, spec, first_sequence) if spec.dropout_p > 0 else None
+    probs, lse = probabilities(content if position is None else content + position, tensors, spec, keep)
+    return weighted_values(probs, tensors, spec), lse
+
+
+def relative_positions(tensors: AttentionTensors, spec: AttentionSpec) -> torch.Tensor:
+    """Return j - i - query_offset, (B, 1, Nq, Nk)."""
+    num_queries, num_keys, device = tensors.query.shape[2], tensors.key.shape[2], tensors.query.device
     i = torch.arange(num_queries, device=device)[:, None]
     j = torch.arange(num_keys, device=device)[None, :]
-    offset = spec.query_offset if query_offsets is None else query_offsets.view(-1, 1, 1, 1)
-    relative_position = (j - i - offset).expand(batch, 1, num_queries, num_keys)
-    if tensors.has_table:
-        row, inside = RelativePositions(spec.first, spec.last, "clamp" if spec.clamp else "zero").rows(relative_position)
-        row = row.expand(batch, heads, num_queries, num_keys)
+    offset = spec.query_offset if tensors.query_offsets is None else tensors.query_offsets.view(-1, 1, 1, 1)
+    return (j - i - offset).expand(tensors.query.shape[0], 1, num_queries, num_keys)
 
-    logits = spec.scale * (query @ key.mT)
-    if not (rel_key is None and rel_bias is None and rel_p2c is None):
-        p = query if rel_query is None else rel_query
-        logits = logits + position_term(p, key, rel_key, rel_bias, rel_p2c, row, inside, spec.rel_scale)
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
 
+def table_rows(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the table row of each pair, (B, Hq, Nq, Nk), and whether relative terms apply to it, (B, 1, Nq, Nk)."""
+    row, inside = RelativePositions(spec.first, spec.last, "clamp" if spec.clamp else "zero").rows(
+        relative_positions(tensors, spec)
+    )
+    return row.expand(-1, tensors.query.shape[1], -1, -1), inside
+
+
+def shared_by_heads(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """Repeat the heads of key or value for the query heads that share them."""
+    return tensor if tensor.shape[1] == heads else tensor.repeat_interleave(heads // tensor.shape[1], 1)
+
+
+def score_terms(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute the content term scale q.k and the position term, None without a table for it, (B, Hq, Nq, Nk)."""
+    query, rel_key, rel_bias, rel_p2c = tensors.query, tensors.rel_key, tensors.rel_bias, tensors.rel_p2c
+    key = shared_by_heads(tensors.key, query.shape[1])
+    content = spec.scale * (query @ key.mT)
+    if rel_key is None and rel_bias is None and rel_p2c is None:
+        return content, None
+    p = query if tensors.rel_query is None else tensors.rel_query
+    rel_key, rel_p2c = (None if table is None else table.to(query.dtype) for table in (rel_key, rel_p2c))
+    return content, position_term(p, key, rel_key, rel_bias, rel_p2c, *table_rows(tensors, spec), spec.rel_scale)
+
+
+def probabilities(
+    scores: torch.Tensor, tensors: AttentionTensors, spec: AttentionSpec, keep: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the probabilities, (B, Hq, Nq, Nk), after dropout has kept those of ``keep`` (None: all), and lse."""
+    attn_mask, num_keys, softcap = tensors.attn_mask, tensors.key.shape[2], spec.softcap
+    logits = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    relative_position = relative_positions(tensors, spec)
     visible = torch.ones_like(relative_position, dtype=torch.bool)
     if spec.window_left >= 0:
         visible = visible & (relative_position >= -spec.window_left)
     if spec.window_right >= 0:
         visible = visible & (relative_position <= spec.window_right)
-    if key_lengths is not None:
-        visible = visible & (j < key_lengths.view(-1, 1, 1, 1))
+    if tensors.key_lengths is not None:
+        visible = visible & (torch.arange(num_keys, device=scores.device) < tensors.key_lengths.view(-1, 1, 1, 1))
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         visible = visible & attn_mask
     elif attn_mask is not None:
@@ -78,29 +103,35 @@ def _attention(tensors: AttentionTensors, spec: AttentionSpec, first_sequence: i
     # A query that sees nothing has no softmax. It is computed as if it saw all keys equally, and cleared afterwards.
     logits = logits.masked_fill(~visible, float("-inf")).masked_fill(sees_nothing, 0)
     probs = torch.softmax(logits, dim=-1).masked_fill(sees_nothing, 0)
-    lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    logits = logits.to(lse_dtype)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     # Not torch.logsumexp: its derivative, exp(logits - lse), is wrong where logits are so large that lse rounds the sum away.
-    top = logits.detach().amax(-1, keepdim=True) if num_keys else logits.new_zeros(batch, heads, num_queries, 1)
+    top = logits.detach().amax(-1, keepdim=True) if num_keys else logits.new_zeros(*logits.shape[:3], 1)
     lse = (top + (logits - top).exp().sum(-1, keepdim=True).log()).masked_fill(sees_nothing, float("-inf")).squeeze(-1)
-    if dropout_p > 0:
-        assert dropout_seed is not None
-        index = torch.arange(first_sequence, first_sequence + batch, device=device).view(-1, 1, 1, 1)
-        head = torch.arange(heads, device=device).view(-1, 1, 1)
-        if dropout_origins is None:
-            keep = keep_mask(dropout_seed, dropout_p, index, head, i, slice(0, num_keys))
-        else:
-            masks = [
-                keep_mask(dropout_seed, dropout_p, sequence, head + h, i + q, slice(k, k + num_keys))
-                for sequence, h, q, k in dropout_origins[:, :1].sum(1).tolist()
-            ]
-            keep = torch.stack(masks) if masks else torch.ones_like(probs, dtype=torch.bool)
-        probs = torch.where(keep, probs, 0) * keep_scale(dropout_p)
-    out = probs @ value
-    if rel_value is not None:
-        by_row = probs.new_zeros(batch, heads, num_queries, rel_value.shape[-2])
-        out = out + by_row.scatter_add(-1, row, torch.where(inside, probs, 0)) @ rel_value
-    return out, lse
+    return (probs if keep is None else torch.where(keep, probs, 0) * keep_scale(spec.dropout_p)), lse
+
+
+def dropout_keep(tensors: AttentionTensors, spec: AttentionSpec, first_sequence: int = 0) -> torch.Tensor:
+    """Return the mask of the probabilities that dropout keeps, (B, Hq, Nq, Nk)."""
+    (batch, heads, num_queries, _), num_keys, seed = tensors.query.shape, tensors.key.shape[2], tensors.dropout_seed
+    assert seed is not None
+    sequence, head, query = (torch.arange(size, device=seed.device) for size in (batch, heads, num_queries))
+    head, query = head.view(-1, 1, 1), query.view(-1, 1)
+    if tensors.dropout_origins is None:
+        sequence = (first_sequence + sequence).view(-1, 1, 1, 1)
+        return keep_mask(seed, spec.dropout_p, sequence, head, query, slice(0, num_keys))
+    origins = tensors.dropout_origins[:, :1].sum(1).tolist()
+    masks = [keep_mask(seed, spec.dropout_p, b, head + h, query + q, slice(k, k + num_keys)) for b, h, q, k in origins]
+    return torch.stack(masks) if masks else torch.ones(0, heads, num_queries, num_keys, dtype=torch.bool, device=seed.device)
+
+
+def weighted_values(probs: torch.Tensor, tensors: AttentionTensors, spec: AttentionSpec) -> torch.Tensor:
+    """Compute the sum over keys of probs (V + A[row])."""
+    out = probs @ shared_by_heads(tensors.value, probs.shape[1])
+    if tensors.rel_value is None:
+        return out
+    row, inside = table_rows(tensors, spec)
+    by_row = probs.new_zeros(*probs.shape[:3], tensors.rel_value.shape[-2])
+    return out + by_row.scatter_add(-1, row, torch.where(inside, probs, 0)) @ tensors.rel_value.to(probs.dtype)
 
 
 def position_term(
@@ -138,14 +169,14 @@ def resolved_reference(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[
     parts = []
     for number in range(tensors.num_sequences):
         queries, keys = slice(*starts_q[number : number + 2]), slice(*starts_k[number : number + 2])
-        of_sequence = {name: getattr(whole, name)[:, :, keys] for name in ("key", "value")}
-        of_sequence["query"] = whole.query[:, :, queries]
+        sequence = {name: getattr(whole, name)[:, :, keys] for name in ("key", "value")}
+        sequence["query"] = whole.query[:, :, queries]
         if whole.rel_query is not None:
-            of_sequence["rel_query"] = whole.rel_query[:, :, queries]
+            sequence["rel_query"] = whole.rel_query[:, :, queries]
         for name in ("query_offsets", "dropout_origins"):
             if (vector := getattr(whole, name)) is not None:
-                of_sequence[name] = vector[number : number + 1]
-        parts.append(_attention(whole._replace(**of_sequence), spec, number))
+                sequence[name] = vector[number : number + 1]
+        parts.append(_attention(whole._replace(**sequence), spec, number))
     if not parts:
         return _attention(whole._replace(query_offsets=None, dropout_origins=None), spec)
     outs, lses = zip(*parts, strict=True)

@@ -23,7 +23,8 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from bench.compiled import Launch, recorded_launches, resources
-from tests import cases
+from tests.draws import compiled
+from tests.draws import drawn as drawn_sample
 from tests.groups import flat, flat_types
 from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen
 from triton_relattn import _implementations as implementations
@@ -33,7 +34,7 @@ from triton_relattn.kernels.config.architectures import architecture_of
 from triton_relattn.kernels.config.selection import TileConfig
 from triton_relattn.kernels.workspace import planning
 from triton_relattn.kernels.workspace.stored import Layout
-from triton_relattn.testing import Inputs, make_inputs
+from triton_relattn.testing import Inputs
 
 TARGETS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 CALLS = 320
@@ -272,20 +273,9 @@ def drawn(seed: int) -> Call:
     """A call of any shape, dtype, table, features and gradients, as large as those of models."""
     choose = random.Random(seed)
     packed = choose.random() < 0.35
-    sizes: dict[str, Any] = {
-        "dtype": choose.choice((torch.bfloat16, torch.bfloat16, torch.float16, torch.float16, torch.float32)),
-        "widths": (8, 16, 40, 64, 64, 80, 128, 128, 256),
-        "value_widths": (8, 16, 64, 64, 80, 128, 256),
-        "rel_widths": (1, 4, 16, 64, 128, 256),
-        "lengths": (1, 17, 64, 127, 128, 129, 500, 1024, 3001),
-    }
-    if not packed:
-        sizes["uneven_lengths"] = ((1, 4096), (4096, 1), (77, 2048))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cases, "make_inputs", on_meta(functools.partial(make_inputs, device="meta")))
-        patch.setattr(cases, "random_mask", on_meta(cases.random_mask))
-        random_case = cases.random_varlen_case if packed else cases.random_case
-        inputs, arguments = random_case(seed, features=cases.ALL_FEATURES, **sizes)
+    dtype = choose.choice((torch.bfloat16, torch.bfloat16, torch.float16, torch.float16, torch.float32))
+    limits = compiled(dtype)._replace(widths=(8, 16, 40, 64, 80, 128, 256), longest=choose.choice((200, 1100, 4100)))
+    inputs, arguments = drawn_sample(seed, limits, is_packed=packed).inputs(is_meta=True)
     if not packed and choose.random() < 0.1:
         inputs, arguments = emptied(choose, inputs, arguments)
     tensors = {

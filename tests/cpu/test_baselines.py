@@ -15,8 +15,7 @@ from bench.cases.attention import Case
 from bench.cases.baselines import BASELINES
 from bench.cases.methods import METHODS
 from bench.measure import timing
-from tests.oracle import assert_same
-from tests.tolerance import tolerance_of, within
+from tests.tolerance import assert_same, tolerance_of, within
 from triton_relattn import fused_relative_attention
 from triton_relattn.testing import forward_backward, make_inputs
 

@@ -14,20 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.check import attend, results_of, unlucky_reference
 from tests.conftest import cut_blocks, take_processor
-from tests.oracle import assert_same, attend, by_hand, results_of, unlucky_reference, with_keep
-from tests.tolerance import within
+from tests.expected import assert_table_gradient, exact_results
+from tests.samples import with_different_strides
+from tests.tolerance import assert_gradients_close_fp32, assert_same, within
 from triton_relattn import RelativePositions
-from triton_relattn.testing import (
-    Inputs,
-    assert_gradients_close_fp32,
-    assert_table_gradient,
-    assert_within_budget,
-    error_budget,
-    last_place,
-    make_inputs,
-    with_different_strides,
-)
+from triton_relattn.testing import Inputs, assert_within_budget, error_budget, last_place, make_inputs
 
 TABLES: dict[str, Any] = {"rel_value": True, "rel_bias": True, "rel_p2c": True}
 PROCESSORS: dict[str, tuple[str, ...]] = {
@@ -44,7 +37,7 @@ PROCESSORS: dict[str, tuple[str, ...]] = {
 CHILD = """
 import sys
 import torch
-from triton_relattn.testing import forward_backward, in_memory_order, make_inputs
+from triton_relattn.testing import forward_backward, make_inputs
 from triton_relattn import fused_relative_attention
 
 def status(field):
@@ -56,7 +49,7 @@ def run(inputs):
 
 def inputs(length):
     made = make_inputs(1, 8, length, length, 64, num_rows=129, dtype=torch.float32, seed=0)
-    return made._replace(query=in_memory_order(made.query, 0, 2, 1, 3))
+    return made._replace(query=made.query.transpose(1, 2).contiguous().transpose(1, 2))
 
 torch.set_num_threads(int(sys.argv[1]))
 run(inputs(64))
@@ -119,7 +112,7 @@ def test_threads(dtype: torch.dtype) -> None:
     """With any number of them results repeat bit for bit, also by torch's deterministic algorithms; in float64 they are the same
     but for rounding."""
     inputs = make_inputs(2, 4, 90, 110, 16, num_rows=41, **TABLES, dtype=dtype, seed=6)
-    expected = by_hand(inputs, is_causal=True, query_offset=9)
+    expected = exact_results(inputs, is_causal=True, query_offset=9)
     for threads in (1, 3):
         torch.set_num_threads(threads)
         try:
@@ -158,7 +151,7 @@ def test_sizes(case: str) -> None:
     sizes, tables, arguments = SIZES[case]
     inputs = make_inputs(*sizes, **tables, dtype=torch.float64, seed=1)
     arguments = {"query_offset": 0, **arguments, "rel_scale": 0.7, "enable_gqa": "key_heads" in tables}
-    expected = by_hand(inputs, **arguments)
+    expected = exact_results(inputs, **arguments)
     for name, result in results_of("blockwise", inputs, **arguments).items():
         assert_same(name, result, expected[name])
 
@@ -170,7 +163,7 @@ def test_results_do_not_depend_on_how_a_call_is_cut(cut: tuple[int, int, int], m
     inputs = make_inputs(3, 4, 47, 53, 8, num_rows=33, key_heads=2, **TABLES, dtype=torch.float64, seed=4)
     masks: dict[str, Any] = {"window_size": (30, 20), "key_lengths": torch.tensor([53, 31, 0]), "enable_gqa": True}
     for arguments in (masks, {**masks, "is_causal": True, "query_offset": 6}):
-        results, expected = results_of("blockwise", inputs, **arguments), by_hand(inputs, **arguments)
+        results, expected = results_of("blockwise", inputs, **arguments), exact_results(inputs, **arguments)
         for name, result in results.items():
             assert_same(name, result, expected[name])
     silent = inputs._replace(d_lse=torch.zeros_like(inputs.d_lse))
@@ -190,7 +183,7 @@ def test_whole_sequences_at_a_time(elements: int, monkeypatch: pytest.MonkeyPatc
     mask = torch.rand(5, 1, 20, 23, generator=torch.Generator().manual_seed(7)) > 0.4
     for attn_mask in (mask, torch.where(mask, 0.5, -math.inf).double()):
         arguments: dict[str, Any] = {"attn_mask": attn_mask, "is_causal": True, "query_offset": 3, "enable_gqa": True}
-        expected = by_hand(inputs, **arguments)
+        expected = exact_results(inputs, **arguments)
         for given in (inputs, with_different_strides(inputs)):
             for name, result in results_of("blockwise", given, **arguments).items():
                 assert_same(name, result, expected[name])
@@ -241,7 +234,7 @@ def check_error(inputs: Inputs, results: dict[str, torch.Tensor], **arguments: A
         if name in gradients and result.dtype == torch.float32:
             assert_gradients_close_fp32(name, result, golden[name], [golden[other] for other in gradients])
         elif name.startswith("d_rel_") and name != "d_rel_query":
-            assert_table_gradient(name, result, inputs, table=name.removeprefix("d_"), **with_keep(inputs, arguments))
+            assert_table_gradient(name, result, inputs, table=name.removeprefix("d_"), **arguments)
 
 
 @pytest.mark.parametrize("case", CALLS)
@@ -326,7 +319,7 @@ def test_gradients_are_rounded_once(dtype: torch.dtype, fast: bool, monkeypatch:
     take_processor(monkeypatch, *PROCESSORS["amx_fp16" if fast else "plain"])
     cut_blocks(monkeypatch, 128, 1, 64)
     inputs = make_inputs(1, 1, 3000, 24, 16, num_rows=41, dtype=dtype, seed=3)
-    golden, results = by_hand(inputs), results_of("blockwise", inputs)
+    golden, results = exact_results(inputs), results_of("blockwise", inputs)
     for name in ("d_key", "d_value", "d_rel_key"):
         unavoidable = (golden[name].to(dtype).double() - golden[name]).norm()
         # To round twice would add as much again, in squares. Half of that is allowed, and of two more roundings twice as much.

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.check import environment, run
+from tests.check import Way, environment, run
 from tests.conftest import cut_blocks, poison_memory
-from tests.draws import explore
-from tests.samples import Sample, samples
+from tests.draws import explore, samples
+from tests.samples import Sample
 from tests.tolerance import assert_near
-from tests.way import Way
 from triton_relattn import RelativePositions, fused_relative_attention, merge_attention
 from triton_relattn.nn import RelativeMultiheadAttention
 from triton_relattn.testing import Inputs, forward_backward, make_inputs

@@ -100,7 +100,7 @@ def test_width_of_lines(page: Path) -> None:
     assert not wide
 
 
-MODULES = ("functional", "grids", "positions", "tables", "merging", "nn.table", "nn.attention", "integrations.enable")
+MODULES = ("functional", "grids", "positions", "tables", "merging", "testing", "nn.table", "nn.attention", "integrations.enable")
 OF_TRANSFORMERS = ("integrations.transformers.families", "integrations.transformers")
 
 

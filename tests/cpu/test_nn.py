@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from tests.conftest import forget_warnings
-from tests.oracle import assert_same
-from tests.tolerance import assert_near
+from tests.tolerance import assert_near, assert_same
 from triton_relattn import RelativePositions, fused_relative_attention, tables
 from triton_relattn.nn import RelativeAttention, RelativeMultiheadAttention, RelativePositionTable, encodings
 

@@ -14,7 +14,7 @@ from tests.tolerance import assert_near
 
 pytest.importorskip("matplotlib")
 
-from tests.oracle import assert_same
+from tests.tolerance import assert_same
 from triton_relattn import RelativePositions, fused_relative_attention, plots
 from triton_relattn.testing import make_inputs
 
@@ -60,19 +60,22 @@ def test_terms_and_figures(name: str, tmp_path: Path) -> None:
         assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("offset", [0, 2, torch.tensor([1, -2])])
-def test_mean_by_distance(offset: Any) -> None:
-    """By explicit loops."""
-    probs = torch.rand(2, 3, 4, 6, dtype=torch.float64)
-    distances, means = plots.mean_by_distance(probs, offset)
+@pytest.mark.parametrize("offset", [None, 2, torch.tensor([1, -2])])
+def test_means_by_distance(offset: Any) -> None:
+    """The lines of heads and of their mean, by explicit loops."""
+    query, key = make_inputs(2, 3, 4, 6, 8, num_rows=None, dtype=torch.float64, seed=0)[:2]
+    *_, probs = plots.attention_terms(query, key, query_offset=offset)
     found: dict[int, list[torch.Tensor]] = {}
     for b in range(2):
         for i in range(4):
             for j in range(6):
-                each = int(offset[b]) if isinstance(offset, torch.Tensor) else offset
-                found.setdefault(j - i - each, []).append(probs[b, :, i, j])
-    assert distances.tolist() == sorted(found)
-    assert_same("means", means, torch.stack([torch.stack(found[r]).mean(0) for r in sorted(found)], 1))
+                shift = int(offset[b]) if isinstance(offset, torch.Tensor) else offset or 0
+                found.setdefault(j - i - shift, []).append(probs[b, :, i, j])
+    means = torch.stack([torch.stack(found[r]).mean(0) for r in sorted(found)], 1)
+    lines = plots.attention_by_distance(query, key, query_offset=offset).axes[0].get_lines()
+    for line, expected in zip(lines, [*means, means.mean(0)], strict=False):
+        assert line.get_xdata().tolist() == sorted(found)
+        assert_same("means", torch.tensor(line.get_ydata(), dtype=torch.float64), expected)
 
 
 @pytest.mark.thorough

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.check import results_of, unlucky_reference
 from tests.conftest import cut_blocks
-from tests.oracle import results_of, unlucky_reference
 from triton_relattn._blockwise import products
 from triton_relattn.testing import assert_within_budget, make_inputs
 

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.oracle import assert_same
-from tests.tolerance import assert_near, tolerance_of, within
+from tests.tolerance import assert_near, assert_same, tolerance_of, within
 from triton_relattn import RelativePositions, tables
 
 

@@ -19,9 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.check import attend, attend_varlen
 from tests.conftest import forget_warnings
-from tests.oracle import assert_same, attend, attend_varlen
-from tests.tolerance import assert_near
+from tests.expected import exact_results
+from tests.samples import in_memory_order, with_different_strides
+from tests.tolerance import assert_near, assert_same
 from triton_relattn import (
     RelativePositions,
     decomposed_relative_attention,
@@ -29,7 +31,7 @@ from triton_relattn import (
     fused_relative_attention_varlen,
 )
 from triton_relattn.nn import RelativeMultiheadAttention
-from triton_relattn.testing import Inputs, dense_gradients, in_memory_order, make_inputs, with_different_strides
+from triton_relattn.testing import Inputs, make_inputs
 
 FORWARD = torch.ops.triton_relattn.attention_forward.default
 DIFFERENTIABLE = ("query", "key", "value", "rel_key", "rel_query", "rel_value", "rel_bias", "rel_p2c")
@@ -212,7 +214,7 @@ def test_either_result_is_differentiated(used: str) -> None:
     out, lse = attend(**leaves, **options)
     results, seeds = {"out": ([out], [inputs.d_out]), "lse": ([lse], [d_lse])}.get(used, ([out, lse], [inputs.d_out, d_lse]))
     silent = {name: 0 * getattr(inputs, name) for name in ("d_out", "d_lse") if used not in (name[2:], "both")}
-    expected = dense_gradients(inputs._replace(**silent), **options)._asdict()
+    expected = exact_results(inputs._replace(**silent), **options)
     for name, actual in zip(leaves, torch.autograd.grad(results, list(leaves.values()), seeds, allow_unused=True), strict=True):
         if used == "lse" and name in ("value", "rel_value"):
             assert actual is None or not actual.any()

@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import triton_relattn
 from tests.conftest import forget_warnings
-from tests.oracle import assert_same
+from tests.samples import with_different_strides
+from tests.tolerance import assert_same
 from triton_relattn import (
     RelativePositions,
     can_run_triton,
@@ -29,7 +30,7 @@ from triton_relattn import (
 )
 from triton_relattn._core import names, removed
 from triton_relattn._core.spec import DIFFERENTIABLE
-from triton_relattn.testing import make_inputs, with_different_strides
+from triton_relattn.testing import make_inputs
 
 zeros, lengths, Positions = torch.zeros, torch.tensor, RelativePositions
 Changes = dict[str, Any]

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tests.cases import SIZES, random_case, random_varlen_case
+from tests.draws import compiled, drawn
+from tests.samples import in_memory_order, with_different_strides
 from triton_relattn import RelativePositions
-from triton_relattn.testing import Inputs, in_memory_order, make_inputs, with_different_strides
+from triton_relattn.testing import Inputs, make_inputs
 
 BATCH, HEADS = 2, 2
 OFFSETS = (5, -20, 9)
@@ -99,7 +100,7 @@ CALLS = (
     "clamp rel_value rel_bias narrow_rel_query per_head dropout softcap key_lengths",
 )
 """Calls that the kernels distinguish: one or two features at a time, and once all terms together."""
-RANDOM = {"random": random_case, "random_varlen": random_varlen_case}
+RANDOM = ("random", "random_varlen")
 
 
 def after_one_element(tensor: torch.Tensor) -> torch.Tensor:
@@ -132,7 +133,7 @@ def unknown_words(name: str) -> list[str]:
 
 def random_call(kind: str, seed: int, dtype: torch.dtype) -> Call:
     """Draw a call as the tests on a GPU do."""
-    return Call(*RANDOM[kind](seed, dtype=dtype, **SIZES))
+    return Call(*drawn(seed, compiled(dtype), is_packed=kind == "random_varlen").inputs())
 
 
 def build(name: str, num_queries: int, num_keys: int, width: int, dtype: torch.dtype, seed: int = 0) -> Call:

@@ -18,19 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tests.cases import by_sequence, unpacked
-from tests.expected import expected
-from tests.tolerance import farthest, tolerance_of
+from tests.expected import exact_results, expected, kept, table_gradient_budget
+from tests.tolerance import farthest, float32_gradient_budget, tolerance_of
 from triton_relattn import fused_relative_attention, fused_relative_attention_varlen
-from triton_relattn.testing import (
-    Inputs,
-    dense_gradients,
-    dropout_mask,
-    error_budget,
-    float32_gradient_budget,
-    forward_backward,
-    table_gradient_budget,
-)
+from triton_relattn.testing import Inputs, error_budget, forward_backward
 
 from .calls import DROPOUT_SEED, Call, of_each
 
@@ -72,13 +63,8 @@ class Judge:
     def __init__(self, call: Call, is_tf32: bool = False) -> None:
         self.call, self.is_tf32 = call, is_tf32
         self.dtype = call.inputs.query.dtype
-        self.is_packed = "cu_seqlens_q" in call.arguments
-        self.keep = self._kept()
-        self.golden: dict[str, torch.Tensor]
-        if self.is_packed:
-            self.golden = by_sequence(call.inputs, call.arguments, self.keep)
-        else:
-            self.golden = dense_gradients(call.inputs, **call.arguments, keep=self.keep)._asdict()
+        self.keep = kept(call.inputs, seed=DROPOUT_SEED, **call.arguments)
+        self.golden = exact_results(call.inputs, **call.arguments, keep=self.keep)
         inputs = truncated(call.inputs) if is_tf32 else call.inputs
         self.reference = results_of(call._replace(inputs=inputs), "reference")
         has_rel_key = call.inputs.rel_key is not None
@@ -86,23 +72,6 @@ class Judge:
         gradients = (self.golden[name] for name in self.reference if name.startswith("d_"))
         self.gradients = [gradient for gradient in gradients if gradient.numel()]
         self.largest_gradient = max((float(gradient.abs().max()) for gradient in self.gradients), default=0.0)
-
-    def _kept(self) -> torch.Tensor | None:
-        """Draw which probabilities dropout keeps."""
-        inputs, arguments = self.call
-        dropout_p = arguments.get("dropout_p", 0.0)
-        if not dropout_p:
-            return None
-        if self.is_packed:
-            batch, num_queries, num_keys = (
-                len(arguments["cu_seqlens_q"]) - 1,
-                arguments["max_seqlen_q"],
-                arguments["max_seqlen_k"],
-            )
-        else:
-            batch, num_queries, num_keys = len(inputs.query), inputs.query.shape[2], inputs.key.shape[2]
-        torch.manual_seed(DROPOUT_SEED)
-        return dropout_mask(batch, inputs.query.shape[1], num_queries, num_keys, dropout_p)
 
     def _elements(self) -> dict[str, torch.Tensor]:
         """Compute the largest error that each element may have."""
@@ -128,18 +97,6 @@ class Judge:
         errors = (result.double() - golden).masked_fill(infinite, 0).abs()
         return max(self._by_rule(name, result, golden, errors))
 
-    def _table_budget(self, table: str) -> tuple[torch.Tensor, float]:
-        """Return the exact gradient of a table and the largest error that it may have; of a pack both are sums over sequences."""
-        inputs, arguments = self.call
-        if not self.is_packed:
-            return table_gradient_budget(inputs, table=table, **arguments, keep=self.keep)
-        exact, allowance = self.golden[f"d_{table}"], 0.0
-        for index, part in enumerate(unpacked(inputs, arguments)):
-            sizes = part.inputs.query.shape[2], part.inputs.key.shape[2]
-            keep = None if self.keep is None else self.keep[index : index + 1, :, : sizes[0], : sizes[1]]
-            allowance += table_gradient_budget(part.inputs, table=table, **part.arguments, keep=keep)[1]
-        return exact, allowance
-
     def _by_rule(self, name: str, result: torch.Tensor, golden: torch.Tensor, errors: torch.Tensor) -> Iterator[Ratio]:
         is_gradient = name.startswith("d_")
         largest = float(errors.max())
@@ -154,7 +111,8 @@ class Judge:
             yield ratio(name, largest, allowance, "plain")
         table = name.removeprefix("d_")
         if table in TABLES and self.dtype != torch.float32 and not is_cancelled:
-            exact, allowance = self._table_budget(table)
+            inputs, arguments = self.call
+            exact, allowance = table_gradient_budget(inputs, table=table, **arguments, keep=self.keep)
             if allowance > 0:  # else rounding changes nothing
                 yield ratio(name, float((result.double() - exact).abs().max()), allowance, "table")
         if name in self.elements:

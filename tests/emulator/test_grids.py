@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from bench.compiled import selected_for
+from tests.tolerance import assert_gradients_close_fp32
 from tools.emulator.device import Emulated, emulated
 from triton_relattn._core.grids import GridSpec, GridTensors
 from triton_relattn.grids import _reference
 from triton_relattn.kernels.grid.backward import backward
 from triton_relattn.kernels.grid.forward import forward
-from triton_relattn.testing import assert_gradients_close_fp32, assert_within_budget
+from triton_relattn.testing import assert_within_budget
 
 SCALE = 0.2
 CASES: dict[str, dict[str, Any]] = {

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from tests.cases import by_sequence, random_varlen_case
+from tests.draws import Limits, drawn
+from tests.expected import exact_results
 from tests.interpreter.launch import check_every_term
+from tests.samples import in_memory_order, with_different_strides
 from tests.tolerance import tolerance_of, within
 from triton_relattn import RelativePositions, fused_relative_attention_varlen
-from triton_relattn.testing import Inputs, forward_backward, in_memory_order, make_inputs, with_different_strides
+from triton_relattn.testing import Inputs, forward_backward, make_inputs
 
 POSITIONS = {
     "full": lambda length: RelativePositions(1 - length, length - 1),
@@ -69,11 +72,10 @@ def check_layout(layout: str, width: int, outside: str, dtype: torch.dtype, devi
     check_every_term(LAYOUTS[layout](inputs), None, positions=positions, is_causal=outside == "zero")
 
 
-def check_packed(seed: int, dtype: torch.dtype, device: str, **sizes: Any) -> None:
+def check_packed(seed: int, limits: Limits, device: str) -> None:
     """A packed call, some sequences of which are empty, against each of its sequences in float64."""
-    inputs, arguments = random_varlen_case(seed, dtype=dtype, **sizes)
-    arguments["dropout_p"] = 0.0  # of which a GPU draws other bits than a CPU
-    expected = by_sequence(inputs, arguments, None)
+    inputs, arguments = replace(drawn(seed, limits, is_packed=True), dropout_p=0.0).inputs()  # a GPU draws other bits
+    expected = exact_results(inputs, **arguments)
     on_device = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
 
     def attend(*tensors: Any, **options: Any) -> Any:
@@ -89,4 +91,4 @@ def check_packed(seed: int, dtype: torch.dtype, device: str, **sizes: Any) -> No
             continue
         apart = float((ours[seen] - exact[seen]).norm())
         scale = max(float(exact[seen].norm()), 0.05 * exact[seen].numel() ** 0.5)
-        within(name, apart, LARGEST_DISTANCE[dtype] * scale)
+        within(name, apart, LARGEST_DISTANCE[result.dtype] * scale)

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cases import SIZES, random_case
+from tests.draws import compiled, drawn
 from tests.interpreter.launch import check_every_term
-from tests.tolerance import assert_near
+from tests.tolerance import assert_gradients_close_fp32, assert_near
 from triton_relattn import RelativePositions, decomposed_relative_attention, fused_relative_attention
-from triton_relattn.testing import assert_gradients_close_fp32, assert_within_budget, make_inputs
+from triton_relattn.testing import assert_within_budget, make_inputs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,9 +22,9 @@ DEVICE = "cuda"
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("seed", range(12))
-def test_random_combination(seed: int, dtype: torch.dtype) -> None:
+def test_drawn_calls(seed: int, dtype: torch.dtype) -> None:
     """out, lse and all gradients of random calls with any of the terms and arguments."""
-    inputs, arguments = random_case(seed, dtype=dtype, **SIZES)
+    inputs, arguments = drawn(seed, compiled(dtype), is_packed=False).inputs()
     arguments = {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
     check_every_term(inputs.to(dtype, DEVICE), None, **arguments)
 

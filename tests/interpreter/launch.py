@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tolerance import within
+from tests.expected import assert_table_gradient, exact_results
+from tests.tolerance import assert_gradients_close_fp32, within
 from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen
 from triton_relattn._core import validation
 from triton_relattn._core.arguments import Arguments
@@ -27,14 +28,7 @@ from triton_relattn.kernels.config.selection import TileConfig
 from triton_relattn.kernels.config.tile_config import COVERAGES
 from triton_relattn.kernels.forward import forward
 from triton_relattn.kernels.workspace import planning
-from triton_relattn.testing import (
-    Inputs,
-    assert_gradients_close_fp32,
-    assert_table_gradient,
-    assert_within_budget,
-    dense_gradients,
-    forward_backward,
-)
+from triton_relattn.testing import Inputs, assert_within_budget, forward_backward
 
 GRADIENTS = tuple(f"d_{name}" for name in DIFFERENTIABLE)
 SPECIAL = (None, "rel_value", "rel_query", "narrow rel_query", "rel_key and rel_bias", "rel_bias")
@@ -67,7 +61,7 @@ def kept(*sizes: int, dropout_p: float) -> torch.Tensor:
 
 
 def with_keep(inputs: Inputs, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments for dense_gradients: with dropout, also what is kept."""
+    """The arguments for exact_results: with dropout, also what is kept."""
     if not arguments.get("dropout_p"):
         return arguments
     keep = kept(*inputs.query.shape[:3], inputs.key.shape[2], dropout_p=arguments["dropout_p"])
@@ -212,7 +206,7 @@ def rounding_budget(inputs: Inputs, **arguments: Any) -> dict[str, torch.Tensor]
 
 def assert_rounding_errors(results: Mapping[str, torch.Tensor], inputs: Inputs, **arguments: Any) -> None:
     """Every element of every gradient is within rounding_budget of the float64 one, and exactly zero where that is zero."""
-    golden = dense_gradients(inputs, **arguments)._asdict()
+    golden = exact_results(inputs, **arguments)
     budgets = rounding_budget(inputs, **arguments)
     assert [name for name in GRADIENTS if name in results] == list(budgets)
     for name, budget in budgets.items():
@@ -231,7 +225,7 @@ def check_gradients(results: Mapping[str, torch.Tensor], inputs: Inputs, **argum
     in float16: off by at most three times what plain torch is, the table's by what rounding dS once costs.
     """
     assert_rounding_errors(results, inputs, **arguments)
-    golden = dense_gradients(inputs, **arguments)._asdict()
+    golden = exact_results(inputs, **arguments)
     if inputs.query.dtype == torch.float32:
         budgets = rounding_budget(inputs, **arguments)
         for name, budget in budgets.items():
@@ -261,9 +255,9 @@ def check_every_term(inputs: Inputs, tiles: Mapping[str, TileConfig] | None = No
     results = all_gradients(inputs, tiles, **arguments)
     check_results(results["out"], results["lse"], inputs, **arguments)
     dense = with_keep(inputs, arguments)
-    golden = dense_gradients(inputs, **dense)._asdict()
+    golden = exact_results(inputs, **dense)
     names = [name for name in GRADIENTS if name in results]
-    assert names == [name for name in GRADIENTS if golden[name] is not None]
+    assert names == [name for name in GRADIENTS if name in golden]
     for name in names:
         tensor = getattr(inputs, name.removeprefix("d_"))
         assert results[name].dtype == tensor.dtype and results[name].shape == tensor.shape, name
@@ -359,13 +353,8 @@ def assert_close(results: dict[str, torch.Tensor], expected: dict[str, torch.Ten
             assert torch.equal(result, expected[name].to(result.dtype)), name
 
 
-SHORT: dict[str, Any] = {
-    "widths": (8, 16, 20, 40),
-    "value_widths": (8, 16, 33),
-    "rel_widths": (3, 16, 24),
-    "lengths": (1, 2, 15, 16, 17, 31, 33),
-    "uneven_lengths": ((1, 40), (40, 1), (3, 35)),
-}
+LENGTHS = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 97, 127, 129, 200)
+UNEVEN_LENGTHS = ((1, 239), (239, 1), (3, 799), (799, 3), (113, 203))
 
 
 def resolved(inputs: Inputs, arguments: dict[str, Any]) -> tuple[Inputs, AttentionTensors, AttentionSpec]:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.blind import KEYS, QUERIES
-from tests.cases import assert_bit_equal, by_sequence
+from tests.expected import exact_results
 from tests.interpreter.guard import recorded
 from tests.interpreter.launch import (
     GRADIENTS,
@@ -27,23 +26,17 @@ from tests.interpreter.launch import (
     run,
     run_backward,
 )
-from tests.tolerance import assert_near, within
+from tests.samples import with_different_strides
+from tests.tolerance import assert_bit_equal, assert_gradients_close_fp32, assert_near, within
 from triton_relattn import RelativePositions, fused_relative_attention
 from triton_relattn._core import validation
 from triton_relattn._core.spec import DIFFERENTIABLE
 from triton_relattn.kernels.call import SMALLEST_SCALE
 from triton_relattn.kernels.config import selection
 from triton_relattn.kernels.workspace import planning
-from triton_relattn.testing import (
-    Inputs,
-    assert_gradients_close_fp32,
-    dense_gradients,
-    dropout_mask,
-    forward_backward,
-    make_inputs,
-    with_different_strides,
-)
+from triton_relattn.testing import Inputs, dropout_mask, forward_backward, make_inputs
 
+QUERIES, KEYS = 30, 13
 WORKSPACES = ("", "0")
 """Limits in bytes: the usual one, and a block of keys of one head at a time."""
 # Two variants, of which the normal run takes one and the other in turn.
@@ -110,7 +103,9 @@ def test_shapes_and_scales(case: str, other: bool) -> None:
     inputs = make_inputs(**options)
     results = check_every_term(inputs, SMALL, positions=POSITIONS[kind], **arguments)
     if arguments.get("scale") == 0:
-        d_scores = dense_gradients(inputs, positions=POSITIONS[kind], **arguments).d_scores.abs().sum()
+        assert inputs.rel_value is not None  # |dS| sums up to at most twice the largest |dP| in each row, and |d_lse|
+        d_probs = inputs.d_out.double().abs().sum() * (inputs.value.abs().max() + inputs.rel_value.abs().max())
+        d_scores = 2 * d_probs + inputs.d_lse.abs().sum()
         for name, factor in (("d_key", inputs.query), ("d_query", inputs.key)):  # less that of rel_key, if it has the query
             within(name, results[name].abs().max(), SMALLEST_SCALE * d_scores * factor.double().abs().max())
 
@@ -171,7 +166,7 @@ def check_packed(inputs: Inputs, arguments: dict[str, Any]) -> dict[str, torch.T
     heads, longest = inputs.query.shape[1], max(inputs.query.shape[0], inputs.key.shape[0])
     dropout_p = arguments.get("dropout_p", 0.0)
     keep = dropout_mask(len(arguments["cu_seqlens_q"]) - 1, heads, longest, longest, dropout_p) if dropout_p else None
-    assert_close(results, by_sequence(inputs, arguments, keep))
+    assert_close(results, exact_results(inputs, **arguments, keep=keep))
     return results
 
 
@@ -350,7 +345,7 @@ def test_mask_of_finfo_min(kind: str, dtype: torch.dtype) -> None:
     mask[6, 3:] = torch.finfo(torch.float32).min
     arguments: dict[str, Any] = {"positions": positions, "attn_mask": mask}
     results = all_gradients(inputs, SMALL, **arguments)
-    golden = dense_gradients(inputs, **arguments)._asdict()
+    golden = exact_results(inputs, **arguments)
     assert results["lse"].isfinite().all() and (results["lse"][:, :, 5] < -1e38).all()
     for name in ("out", *OF_ALL_TERMS):
         result, exact = results[name], golden[name]

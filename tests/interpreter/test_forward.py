@@ -9,18 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.cases import LENGTHS, UNEVEN_LENGTHS
-from tests.interpreter.launch import attend, check, has_wide_index, resolve, run, selectable
+from tests.expected import exact_results
+from tests.interpreter.launch import LENGTHS, UNEVEN_LENGTHS, attend, check, has_wide_index, resolve, run, selectable
+from tests.samples import with_different_strides
+from tests.tolerance import assert_gradients_close_fp32
 from triton_relattn import RelativePositions
 from triton_relattn.kernels.config.selection import TileConfig
 from triton_relattn.kernels.forward import forward
-from triton_relattn.testing import (
-    assert_gradients_close_fp32,
-    dense_gradients,
-    forward_backward,
-    make_inputs,
-    with_different_strides,
-)
+from triton_relattn.testing import forward_backward, make_inputs
 
 SMALL = TileConfig(32, 16, 4, 1)  # several tiles each way in short sequences, and two tiles a block of queries
 
@@ -109,7 +105,7 @@ def test_gradients_with_the_kernels_lse(is_causal: bool, per_head: bool) -> None
     inputs = make_inputs(2, 2, 70, 90, 16, 24, num_rows=61, per_head=per_head, dtype=torch.float32, seed=5)
     arguments: dict[str, Any] = {"is_causal": is_causal, "key_lengths": torch.tensor([90, 43]), "query_offset": 12}
     results = forward_backward(attend, inputs, **arguments)
-    golden = dense_gradients(inputs, **arguments)._asdict()
+    golden = exact_results(inputs, **arguments)
     gradients = [name for name in results if name.startswith("d_")]
     assert len(gradients) == 4
     for name in gradients:

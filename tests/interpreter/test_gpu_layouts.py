@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
+from tests.draws import OF_KERNELS
 from tests.gpu.layouts import LAYOUTS, POSITIONS, check_layout, check_packed
 
 
@@ -18,5 +17,5 @@ def test_layouts(layout: str, width: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_packed(seed: int) -> None:
-    sizes: dict[str, Any] = {"widths": (8, 40), "value_widths": (8, 24), "rel_widths": (3, 16)}
-    check_packed(seed, torch.float16 if seed % 2 else torch.float32, "cpu", **sizes, lengths=(0, 1, 17, 20))
+    dtype = "float16" if seed % 2 else "float32"
+    check_packed(seed, OF_KERNELS._replace(dtypes=(dtype,), widths=(8, 40), longest=20), "cpu")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.interpreter.guard import Order, guarded, in_poisoned_storage, programs_in_order
-from tests.tolerance import assert_near, tolerance_of, within
+from tests.tolerance import assert_gradients_close_fp32, assert_near, tolerance_of, within
 from triton_relattn import append_decomposed_positions, decomposed_relative_attention
 from triton_relattn._core.dropout import origins_of
 from triton_relattn._core.grids import GridTensors
@@ -20,7 +20,7 @@ from triton_relattn.kernels.config.selection import TileConfig
 from triton_relattn.kernels.grid.backward import backward
 from triton_relattn.kernels.grid.call import GridCall, cut_of
 from triton_relattn.kernels.grid.forward import forward
-from triton_relattn.testing import assert_gradients_close_fp32, assert_within_budget
+from triton_relattn.testing import assert_within_budget
 
 call: Any = decomposed_relative_attention
 append: Any = append_decomposed_positions

@@ -7,17 +7,19 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cases import ALL_FEATURES, by_sequence, random_case, random_varlen_case
-from tests.interpreter.launch import OTHER, SHORT, SMALL, assert_close, attend_varlen, check, check_every_term, resolve
+from tests.check import WAYS
+from tests.check import check as check_call
+from tests.draws import OF_KERNELS, drawn
+from tests.interpreter.launch import SMALL, check, resolve
 from tests.tolerance import assert_near
 from triton_relattn import RelativePositions
 from triton_relattn.kernels import splits as key_splits
 from triton_relattn.kernels.config import selection
 from triton_relattn.kernels.forward import forward
-from triton_relattn.testing import Inputs, dropout_mask, forward_backward, make_inputs
+from triton_relattn.testing import Inputs, make_inputs
 
 NUMBERS = range(10)
-LONG: dict[str, Any] = {**SHORT, "lengths": (1, 2, 17, 33, 90), "uneven_lengths": ((1, 90), (3, 120), (40, 1))}
+LONG = OF_KERNELS._replace(longest=90)
 
 
 @pytest.fixture(autouse=True)
@@ -38,23 +40,13 @@ def splits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("number", NUMBERS)
 def test_random_combination(number: int) -> None:
-    """out, lse and all gradients, which use the merged statistics; a fifth in float16."""
-    dtype = torch.float16 if number % 5 == 4 else torch.float32
-    inputs, arguments = random_case(number, dtype=dtype, features=ALL_FEATURES, **LONG)
-    check_every_term(inputs, (SMALL, OTHER)[number % 2], **arguments)
+    """out, lse and all gradients, which use the merged statistics."""
+    check_call(drawn(number, LONG, is_packed=False), WAYS[1])
 
 
 @pytest.mark.parametrize("number", NUMBERS[:6])
 def test_packed(number: int) -> None:
-    sizes = {name: SHORT[name] for name in ("widths", "value_widths", "rel_widths")}
-    inputs, arguments = random_varlen_case(number, dtype=torch.float32, lengths=(0, 1, 17, 90), **sizes)
-    torch.manual_seed(0)
-    results = forward_backward(attend_varlen, inputs, **arguments)
-    torch.manual_seed(0)
-    longest = max(arguments["max_seqlen_q"], arguments["max_seqlen_k"])
-    sequences = len(arguments["cu_seqlens_q"]) - 1
-    keep = dropout_mask(sequences, inputs.query.shape[1], longest, longest, arguments.get("dropout_p", 0.0))
-    assert_close(results, by_sequence(inputs, arguments, keep if arguments.get("dropout_p") else None))
+    check_call(drawn(number, LONG, is_packed=True), WAYS[1])
 
 
 def decoded(**others: Any) -> Inputs:

@@ -9,22 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cases import assert_bit_equal
+from tests.expected import assert_table_gradient, exact_results, table_gradient_budget, visible_pairs
 from tests.interpreter.guard import Launch
 from tests.interpreter.launch import OTHER, SMALL, all_gradients, check_every_term, run_backward, tile
-from tests.tolerance import within
+from tests.samples import with_different_strides
+from tests.tolerance import assert_bit_equal, within
 from triton_relattn import RelativePositions
 from triton_relattn.kernels.config.selection import TileConfig
 from triton_relattn.kernels.workspace import planning
 from triton_relattn.kernels.workspace.table_sums import TableSums
-from triton_relattn.testing import (
-    Inputs,
-    assert_table_gradient,
-    dense_gradients,
-    make_inputs,
-    table_gradient_budget,
-    with_different_strides,
-)
+from triton_relattn.testing import Inputs, make_inputs
 
 REGISTERS = {
     "forward": TileConfig(32, 16, 2, 1, "scores", "registers"),
@@ -128,7 +122,7 @@ def test_sums_of_end_rows_are_float32() -> None:
     """Nearly all pairs have an end of the table, and their sums over keys may be large."""
     inputs = make_inputs(1, 1, 16, 400, 16, num_rows=3, rel_p2c=True, rel_key=False, dtype=torch.float16, seed=1)
     inputs = inputs._replace(key=inputs.key.abs() + 1, d_out=inputs.d_out * 8)
-    golden = dense_gradients(inputs)._asdict()["d_rel_p2c"]
+    golden = exact_results(inputs)["d_rel_p2c"]
     result = run_backward(inputs, SMALL, ("d_rel_p2c",))["d_rel_p2c"]
     assert result is not None and result.dtype == torch.float16
     budgeted, budget = table_gradient_budget(inputs, table="rel_p2c")
@@ -156,7 +150,7 @@ def test_nan_that_no_query_sees(case: str, limit: str, monkeypatch: pytest.Monke
     hiding, seen = UNSEEN[case]
     arguments = {**hiding, "positions": RelativePositions(-50, 50)}
     inputs = p2c_inputs((1, 1, 37, 41))
-    unseen_keys = (dense_gradients(inputs, **arguments).probs == 0).all(2)[0, 0]
+    unseen_keys = ~visible_pairs(inputs, **arguments).any(2)[0, 0]
     spoilt: dict[str, Any] = {name: None if tensor is None else tensor.clone() for name, tensor in inputs._asdict().items()}
     for name in ("rel_key", "rel_p2c"):
         spoilt[name][: seen.start] = spoilt[name][seen.stop :] = math.nan

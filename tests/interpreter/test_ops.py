@@ -8,18 +8,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.expected import exact_results
 from tests.interpreter.launch import attend, resolve
+from tests.samples import in_memory_order, with_different_strides
+from tests.tolerance import assert_gradients_close_fp32
 from triton_relattn._core.residual import keeps_residual
 from triton_relattn._core.spec import DIFFERENTIABLE
-from triton_relattn.testing import (
-    Inputs,
-    assert_gradients_close_fp32,
-    dense_gradients,
-    forward_backward,
-    in_memory_order,
-    make_inputs,
-    with_different_strides,
-)
+from triton_relattn.testing import Inputs, forward_backward, make_inputs
 
 FORWARD = torch.ops.triton_relattn.attention_forward.default
 BACKWARD = torch.ops.triton_relattn.attention_backward.default
@@ -96,7 +91,7 @@ def test_under_torch_func() -> None:
         out, lse = attend(*INPUTS[:3], rel_key)
         return (out * INPUTS.d_out).sum() + (lse * INPUTS.d_lse).sum()
 
-    golden = dense_gradients(INPUTS).d_rel_key
+    golden = exact_results(INPUTS)["d_rel_key"]
     assert golden is not None and INPUTS.rel_key is not None
     assert_gradients_close_fp32("d_rel_key", torch.func.grad(loss)(INPUTS.rel_key), golden, [golden])
 

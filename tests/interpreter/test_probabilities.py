@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cases import unlucky
+from tests.expected import exact_results, unlucky
 from tests.interpreter.launch import GRADIENTS, all_gradients, resolve, round_terms
 from tests.tolerance import sum_allowance, within
 from triton_relattn import RelativePositions
@@ -21,14 +21,7 @@ from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.config import selection
 from triton_relattn.kernels.config.selection import TileConfig
 from triton_relattn.kernels.forward import forward
-from triton_relattn.testing import (
-    Inputs,
-    assert_within_budget,
-    dense_gradients,
-    forward_backward,
-    last_place,
-    make_inputs,
-)
+from triton_relattn.testing import Inputs, assert_within_budget, forward_backward, last_place, make_inputs
 
 LENGTH = 80
 MIXED = {
@@ -72,7 +65,7 @@ def test_one_visible_key_has_all_of_it(kind: str, visible: str, rounded: bool, m
     inputs = inputs._replace(key=3 * inputs.key, rel_key=None if inputs.rel_key is None else 12 * inputs.rel_key)
     inputs = inputs._replace(d_lse=torch.zeros_like(inputs.d_lse))
     round_terms(monkeypatch, rounded)
-    results, golden = all_gradients(inputs, tiles, **arguments), dense_gradients(inputs, **arguments)._asdict()
+    results, golden = all_gradients(inputs, tiles, **arguments), exact_results(inputs, **arguments)
     assert float(golden["lse"].abs().max()) > 50  # in these units rounding to float16 is visible
     for name in ("out", "d_value", "d_rel_value"):
         if name in results:
@@ -107,7 +100,7 @@ def test_large_logits(deviation: float, kind: str) -> None:
     results = all_gradients(inputs, dict.fromkeys(selection.KERNELS, TileConfig(32, 32, 4, 1)), **arguments)
     golden, plain = unlucky(
         inputs,
-        lambda each: dense_gradients(each, **arguments)._asdict(),
+        lambda each: exact_results(each, **arguments),
         lambda each: forward_backward(reference_attention, each, **arguments),
         draws=10,  # a few of the logits decide
     )

@@ -34,13 +34,14 @@ from tests.interpreter.workspaces import (
     planned,
     results_of,
 )
+from tests.tolerance import assert_gradients_close_fp32
 from triton_relattn import RelativePositions, fused_relative_attention_varlen
 from triton_relattn._core.spec import TABLES
 from triton_relattn.kernels.call import cdiv
 from triton_relattn.kernels.config import selection
 from triton_relattn.kernels.workspace import planning
 from triton_relattn.kernels.workspace.planning import VARIABLE, Plan
-from triton_relattn.testing import assert_gradients_close_fp32, make_inputs
+from triton_relattn.testing import make_inputs
 
 # Every kind of call, with every kind of part.
 

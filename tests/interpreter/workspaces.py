@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from tests.cases import by_sequence, unpacked
+from tests.expected import assert_table_gradient, exact_results, table_gradient_budget
 from tests.interpreter.launch import GRADIENTS, check_every_term, kept, resolved, with_keep
-from tests.tolerance import within
+from tests.tolerance import assert_gradients_close_fp32, within
 from triton_relattn import RelativePositions, fused_relative_attention_varlen
 from triton_relattn._core.residual import keeps_residual
 from triton_relattn._core.spec import TABLES
@@ -20,16 +20,7 @@ from triton_relattn.kernels.config.selection import TileConfig
 from triton_relattn.kernels.forward import forward
 from triton_relattn.kernels.workspace import planning
 from triton_relattn.kernels.workspace.planning import Plan
-from triton_relattn.testing import (
-    Inputs,
-    assert_gradients_close_fp32,
-    assert_table_gradient,
-    assert_within_budget,
-    dense_gradients,
-    forward_backward,
-    make_inputs,
-    table_gradient_budget,
-)
+from triton_relattn.testing import Inputs, assert_within_budget, forward_backward, make_inputs
 
 POSITIONS = {
     "full": RelativePositions(-59, 59),
@@ -193,7 +184,7 @@ def check_packed(inputs: Inputs, arguments: dict[str, Any], tiles: dict[str, Til
     results, dropout_p = results_of(inputs, arguments, tiles), arguments.get("dropout_p", 0.0)
     longest = arguments["max_seqlen_q"], arguments["max_seqlen_k"]
     sizes = len(arguments["cu_seqlens_q"]) - 1, inputs.query.shape[1], *longest
-    golden = by_sequence(inputs, arguments, kept(*sizes, dropout_p=dropout_p) if dropout_p else None)
+    golden = exact_results(inputs, **arguments, keep=kept(*sizes, dropout_p=dropout_p) if dropout_p else None)
     assert results.keys() == golden.keys()
     gradients = [golden[name] for name in results if name.startswith("d_")]
     is_exact = inputs.query.dtype == torch.float32
@@ -211,8 +202,7 @@ def check_packed(inputs: Inputs, arguments: dict[str, Any], tiles: dict[str, Til
             assert_within_budget(name, result, golden[name], plain[name], factor=factor, exact_reference=True)
         table = name.removeprefix("d_")
         if table in TABLES and not is_exact:
-            budgets = [table_gradient_budget(part.inputs, table=table, **part.arguments) for part in unpacked(inputs, arguments)]
-            exact, allowance = sum(each for each, _ in budgets), sum(each for _, each in budgets)
+            exact, allowance = table_gradient_budget(inputs, table=table, **arguments)
             within(name, (result.double() - exact).abs(), allowance)
     return results
 
@@ -224,7 +214,6 @@ def check_call(inputs: Inputs, arguments: dict[str, Any], tiles: dict[str, TileC
     results = check_every_term(inputs, tiles, **arguments)
     if inputs.rel_p2c is not None and inputs.query.dtype == torch.float16:
         dense = with_keep(inputs, arguments)
-        golden = dense_gradients(inputs, **dense).d_rel_p2c
-        if golden is not None and golden.any():
+        if exact_results(inputs, **dense)["d_rel_p2c"].any():
             assert_table_gradient("d_rel_p2c", results["d_rel_p2c"], inputs, table="rel_p2c", **dense)
     return results

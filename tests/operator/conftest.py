@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.check import WAYS, Way
 from tests.conftest import INTERPRETED, cut_blocks, cut_tiles
-from tests.way import WAYS, Way
 
 if INTERPRETED:
     from tests.interpreter.conftest import changed_interpreter as changed_interpreter

@@ -17,12 +17,11 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.check import check, check_refused, environment, run
+from tests.check import WAYS, Way, check, check_refused, environment, run
 from tests.conftest import INTERPRETED
-from tests.draws import each_the_same, explore, in_every_way
+from tests.draws import explore, in_every_way, repeatable, samples
 from tests.expected import TABLES
-from tests.samples import Sample, samples
-from tests.way import WAYS, Way
+from tests.samples import Sample
 from triton_relattn import RelativePositions
 
 
@@ -39,7 +38,7 @@ QUICK = DOZENS[:2] if INTERPRETED else DOZENS
 )
 def test_draws(seeds: range) -> None:
     """out, lse and the gradients asked for are right, and the call leaves no trace."""
-    explore(samples(INTERPRETED), in_every_way, seeds)
+    explore(samples(), in_every_way, seeds)
 
 
 BASE = Sample(batch=2, key_heads=2, num_queries=32, num_keys=32, tables=("rel_key",), positions=(-31, 31, "clamp"))
@@ -163,7 +162,7 @@ NAMES = {"torch": torch, "np": np, "math": math, "RelativePositions": RelativePo
 @st.composite
 def broken(draw: st.DrawFn) -> tuple[Sample, str, str]:
     """A sample, and an argument with the expression of what it was, x, that replaces it; sometimes that is valid."""
-    sample = replace(draw(samples(INTERPRETED)), spoilt=None)
+    sample = replace(draw(samples()), spoilt=None)
     absent = {"attn_mask", "key_lengths"} if sample.sequences is not None else {n for n in EXPRESSIONS if "seqlen" in n}
     name = draw(st.sampled_from([name for name in EXPRESSIONS if name not in absent]))
     is_vector = name == "query_offset" and isinstance(sample.query_offset, tuple)
@@ -194,7 +193,7 @@ ANYTHING = st.one_of(
 )
 
 
-@each_the_same
+@repeatable
 @given(ANYTHING, ANYTHING, st.sampled_from(["clamp", "zero", "error"]) | ANYTHING)
 def test_positions(first: Any, last: Any, outside: Any) -> None:
     """Either they hold what was given, or a documented error says why not."""
@@ -207,7 +206,7 @@ def test_positions(first: Any, last: Any, outside: Any) -> None:
         assert -(2**29) <= first <= last <= 2**29 and positions.num_rows == last - first + 1
 
 
-@each_the_same
+@repeatable
 @given(samples())
 def test_lines(sample: Sample) -> None:
     """A sample prints as one line that a shell takes in single quotes and that is the sample again."""

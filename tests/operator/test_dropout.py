@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from tests.check import Way
 from tests.tolerance import assert_near
-from tests.way import Way
 from triton_relattn.testing import Inputs, dropout_mask, make_inputs
 
 TERMS: dict[str, Any] = {"rel_width": 4, "rel_value": True, "rel_bias": True}

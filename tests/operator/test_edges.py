@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.blind import BATCH, BLIND, KEYS, QUERIES
-from tests.cases import assert_bit_equal, one_hot_case
-from tests.tolerance import tolerance_of, within
-from tests.way import Way
+from tests.check import Way, check
+from tests.expected import TABLES, assert_table_gradient, exact_results
+from tests.samples import Sample
+from tests.tolerance import assert_bit_equal, tolerance_of, within
 from triton_relattn import RelativePositions
-from triton_relattn.testing import Inputs, assert_table_gradient, dense_gradients, make_inputs, with_different_strides
+from triton_relattn.testing import Inputs, make_inputs
 
-HEADS = 2
-TABLES = ("rel_key", "rel_value", "rel_bias", "rel_p2c")
+BATCH, HEADS, QUERIES, KEYS = 2, 2, 30, 13
 POSITIONS = {
     "full": RelativePositions(-60, 60),
     "clamp": RelativePositions(-4, 6),
@@ -66,7 +65,16 @@ def test_one_table_row_moves_only_its_diagonal(query_offset: int, r: int, way: W
 @pytest.mark.parametrize("outside", ["clamp", "zero"])
 def test_one_hot_d_out_reaches_only_its_pairs(outside: Any, dtype: torch.dtype | None, way: Way) -> None:
     """The gradient of one query's output touches its own row, its visible keys and their table rows; all else is exactly zero."""
-    inputs, arguments, hit = one_hot_case(outside, way.width, dtype or way.dtype)
+    inputs = make_inputs(2, 2, 40, 50, way.width, num_rows=31, dtype=dtype or way.dtype, seed=2)
+    d_out = torch.zeros_like(inputs.d_out)
+    d_out[1, 0, 21, 2] = 1
+    inputs = inputs._replace(d_out=d_out, d_lse=torch.zeros_like(inputs.d_lse))
+    arguments: dict[str, Any] = {"positions": RelativePositions(-20, 10, outside), "key_lengths": torch.tensor([50, 36])}
+    arguments |= {"is_causal": True, "query_offset": 5}
+    row = torch.arange(21 + 5 + 1) - 21 - 5 + 20  # of the keys that query 21 sees
+    hit = torch.zeros(31, dtype=torch.bool)
+    hit[row.clamp(0, 30) if outside == "clamp" else row[(row >= 0) & (row <= 30)]] = True
+    assert 0 < int(hit.sum()) < 31
     results = way.results(inputs, **arguments)
     way.check(results, inputs, **arguments)
     assert torch.equal(results["d_rel_key"].any(-1), hit)
@@ -84,7 +92,7 @@ def test_a_bias_in_float32(dtype: torch.dtype, way: Way) -> None:
     inputs = make_inputs(2, 2, 33, 35, 16, num_rows=21, rel_bias=True, dtype=dtype, seed=0)
     assert inputs.rel_bias is not None
     inputs = inputs._replace(rel_bias=inputs.rel_bias.float())
-    results, golden = way.results(inputs), dense_gradients(inputs).d_rel_bias
+    results, golden = way.results(inputs), exact_results(inputs)["d_rel_bias"]
     assert results["d_rel_bias"].dtype == torch.float32 and results["out"].dtype == dtype
     if way.implementation != "reference":
         assert_table_gradient("d_rel_bias", results["d_rel_bias"], inputs, table="rel_bias")
@@ -118,29 +126,6 @@ def test_what_is_seen(is_causal: bool, way: Way) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "of_numbers"),
-    [
-        ((), True),
-        ((), False),
-        ((1, 1, 1, KEYS), False),
-        ((QUERIES, 1), True),
-        ((BATCH, 1, 1, KEYS), True),
-        ((HEADS, QUERIES, KEYS), False),
-        ((BATCH, 1, QUERIES, 1), False),
-    ],
-    ids=str,
-)
-def test_masks_broadcast(shape: tuple[int, ...], of_numbers: bool, way: Way) -> None:
-    """A mask that broadcasts is that mask expanded."""
-    mask = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    mask = mask if of_numbers else mask > 0
-    inputs = all_terms(way, POSITIONS["clamp"])
-    results = way.results(inputs, positions=POSITIONS["clamp"], attn_mask=mask)
-    expanded = mask.expand(BATCH, HEADS, QUERIES, KEYS).contiguous()
-    way.check(results, inputs, positions=POSITIONS["clamp"], attn_mask=expanded)
-
-
-@pytest.mark.parametrize(
     ("dtype", "mask_dtype"),
     [(None, None), (None, torch.float32), (torch.float16, torch.float32)],
     ids=["exact", "exact_and_float32", "float16_and_float32"],
@@ -156,7 +141,7 @@ def test_a_mask_of_the_lowest_number(dtype: torch.dtype | None, mask_dtype: torc
     mask[5], mask[6, 3:] = lowest, lowest
     inputs = all_terms(way, positions, dtype=dtype)._replace(rel_value=None)
     results = way.results(inputs, positions=positions, attn_mask=mask)
-    golden: Any = dense_gradients(inputs, positions=positions, attn_mask=mask)._asdict()
+    golden: Any = exact_results(inputs, positions=positions, attn_mask=mask)
     golden["out"][:, :, 5] = inputs.value.double().mean(2)
     # In 16 bits P, dS, out for delta and the result are rounded: half a unit each, with a factor of two to spare.
     relative = 4 * torch.finfo(dtype).eps if dtype == torch.float16 else tolerance_of(dtype)
@@ -195,6 +180,47 @@ def test_a_bias_that_hides_keys(masked: bool, way: Way) -> None:
 
 # Queries that see nothing: out 0, lse -inf, gradients exactly 0, and all that is beside them as ever.
 
+
+def bool_mask(*hidden_rows: int) -> torch.Tensor:
+    mask = torch.ones(BATCH, 1, QUERIES, KEYS, dtype=torch.bool)
+    mask[1, :, list(hidden_rows)] = False
+    return mask
+
+
+def float_mask(*hidden_rows: int) -> torch.Tensor:
+    return torch.zeros(BATCH, 1, QUERIES, KEYS).masked_fill(~bool_mask(*hidden_rows), -math.inf)
+
+
+def rows(*chosen: int, entries: tuple[int, ...] = (0, 1)) -> torch.Tensor:
+    """(B, Nq), true for the chosen queries of the batch entries."""
+    mask = torch.zeros(BATCH, QUERIES, dtype=torch.bool)
+    for entry in entries:
+        mask[entry, list(chosen)] = True
+    return mask
+
+
+BLIND: dict[str, tuple[dict[str, Any], torch.Tensor]] = {
+    # arguments, and the queries that see nothing
+    "bool_mask": ({"attn_mask": bool_mask(0, 7, 29)}, rows(0, 7, 29, entries=(1,))),
+    "float_mask": ({"attn_mask": float_mask(0, 7, 29)}, rows(0, 7, 29, entries=(1,))),
+    "bool_mask_of_all": ({"attn_mask": torch.zeros((), dtype=torch.bool)}, rows(*range(QUERIES))),
+    "float_mask_of_all": ({"attn_mask": torch.full((KEYS,), -math.inf)}, rows(*range(QUERIES))),
+    "lengths": ({"key_lengths": torch.tensor([0, 13])}, rows(*range(QUERIES), entries=(0,))),
+    "causal": ({"is_causal": True, "query_offset": -17}, rows(*range(17))),
+    "causal_offsets": ({"is_causal": True, "query_offset": torch.tensor([-17, 0])}, rows(*range(17), entries=(0,))),
+    "window_past": ({"window_size": (2, -1)}, rows(*range(KEYS + 2, QUERIES))),
+    "window_future": ({"window_size": (-1, 3), "query_offset": -9}, rows(*range(6))),
+    "window_beside": ({"window_size": (1, 1), "query_offset": 100}, rows(*range(QUERIES))),
+    "window_and_length": (
+        {"window_size": (2, 0), "key_lengths": torch.tensor([13, 5])},
+        rows(*range(15, 30)) | rows(*range(7, 30), entries=(1,)),
+    ),
+    "mask_and_causal": (
+        {"is_causal": True, "attn_mask": torch.arange(KEYS) >= 4},
+        rows(0, 1, 2, 3),
+    ),
+}
+
 KINDS_OF_BLIND: list[tuple[str, str, dict[str, Any], torch.dtype | None]] = [
     *((case, kind, PLAIN, None) for case, kind in zip(BLIND, itertools.cycle(["clamp", "zero", "full"]), strict=False)),
     *((case, kind, FURTHER, None) for case, kind in zip(list(BLIND)[::2], itertools.cycle(["zero", "clamp"]), strict=False)),
@@ -210,28 +236,6 @@ def test_rows_that_see_nothing(case: str, kind: str, options: dict[str, Any], dt
     results = way.results(inputs, positions=POSITIONS[kind], **arguments, **options)
     assert_blind(results, blind[:, None].expand(BATCH, HEADS, QUERIES))
     assert torch.equal(way.out(inputs, positions=POSITIONS[kind], **arguments, **options), results["out"])
-
-
-WHOLE_BLOCKS: dict[str, dict[str, Any]] = {
-    "lengths": {"key_lengths": torch.tensor([0, 0])},
-    "causal": {"is_causal": True, "query_offset": -17},
-    "both": {"is_causal": True, "query_offset": -40, "key_lengths": torch.tensor([0, 5])},
-    "all": {"is_causal": True, "query_offset": -50},
-}
-
-
-@pytest.mark.parametrize("kind", [*POSITIONS, None])
-@pytest.mark.parametrize("case", WHOLE_BLOCKS)
-def test_whole_blocks_that_see_nothing(case: str, kind: str | None, way: Way) -> None:
-    """The same where a block has no query that sees a key; the others are right."""
-    positions, arguments = POSITIONS[kind] if kind else None, WHOLE_BLOCKS[case]
-    num_rows = positions.num_rows if positions else None
-    inputs = make_inputs(2, 1, 50, 13, way.width, num_rows=num_rows, dtype=way.dtype, seed=4)
-    results = way.results(inputs, positions=positions, **arguments)
-    limit = arguments.get("key_lengths", torch.tensor([13, 13]))[:, None]
-    sees = torch.arange(50) + arguments.get("query_offset", 0) >= 0 if "is_causal" in arguments else torch.ones(50).bool()
-    assert_blind(results, ~(sees & (limit > 0))[:, None])
-    way.check(results, inputs, positions=positions, **arguments)
 
 
 def assert_blind(results: dict[str, torch.Tensor], blind: torch.Tensor) -> None:
@@ -258,109 +262,44 @@ def test_nan_in_queries_that_see_nothing(case: str, way: Way) -> None:
         assert torch.equal(results[name], expected[name]), name
 
 
-@pytest.mark.parametrize("kind", ["clamp", "zero"])
-def test_nan_gradient_of_an_lse_that_is_infinite(kind: str, way: Way) -> None:
-    """It is ignored: merging partial results may give one for a query that sees nothing."""
-    inputs = all_terms(way, POSITIONS[kind])
-    arguments: dict[str, Any] = {"positions": POSITIONS[kind], "is_causal": True, "query_offset": -3}
-    expected = way.results(inputs, **arguments)
-    assert (expected["lse"][:, :, :3] == -math.inf).all()
-    d_lse = inputs.d_lse.clone()
-    d_lse[:, :, :3] = math.nan
-    assert_bit_equal(way.results(inputs._replace(d_lse=d_lse), **arguments), expected)
-
-
 # NaN that no query sees.
 
 UNSEEN: dict[str, dict[str, Any]] = {
-    "lengths": {"key_lengths": torch.tensor([7, 0])},
-    "lengths_softcap": {"key_lengths": torch.tensor([7, 0]), **FURTHER},
+    # Keys and values
+    "lengths": {"key_lengths": (7, 0)},
     "causal_offset": {"is_causal": True, "query_offset": -20},
     "window": {"window_size": (2, 1), "query_offset": 9},
-    "window_softcap": {"window_size": (2, 1), "query_offset": 9, **FURTHER},
-    "window_left": {"window_size": (2, -1), "query_offset": 9, "key_lengths": torch.tensor([30, 30])},
-    "window_right": {"window_size": (-1, 1), "query_offset": -9, **FURTHER},
+    "window_left": {"window_size": (2, -1), "query_offset": 9, "key_lengths": (30, 30)},
+    "window_right": {"window_size": (-1, 1), "query_offset": -9},
     "window_and_causal": {"window_size": (3, 7), "is_causal": True, "query_offset": 9},
-    "offsets": {"window_size": (2, 1), "query_offset": torch.tensor([9, 12])},
-    "offsets_softcap": {"window_size": (2, 1), "query_offset": torch.tensor([9, 12]), **FURTHER},
+    "offsets": {"window_size": (2, 1), "query_offset": (9, 12)},
+    # Table rows
+    "causal_short": {"positions": (-2, 98, "clamp"), "is_causal": True},
+    "lengths_short": {"positions": (-9, 91, "clamp"), "key_lengths": (7, 3)},
+    "lengths_none": {"positions": (-9, 91, "clamp"), "key_lengths": (0, 0)},
+    "past": {"positions": (-200, -100, "clamp")},
+    "future": {"positions": (100, 200, "clamp"), "is_causal": True},
+    "longer_past": {"positions": (-80, 20, "clamp")},  # 37 queries divide no block: rows only of those beyond
+    "blind_block": {"is_causal": True, "query_offset": -34},  # queries 0 to 33 see nothing: the first small block
+    "blind_block_short": {"positions": (-1, 99, "clamp"), "is_causal": True, "query_offset": -34},
+    "all_blind": {"positions": (10, 110, "clamp"), "is_causal": True, "query_offset": -40},
 }
+RUNS = [*itertools.product(UNSEEN, [0, 1])]
 
 
-@pytest.mark.parametrize("case", UNSEEN)
-def test_nan_that_no_query_sees(case: str, tiled: Way) -> None:
-    """Keys and values that no query sees, table rows that no visible pair has, and the storage around all tensors may hold NaN:
-    no result has any, and their gradients are exactly 0."""
-    positions, arguments = RelativePositions(-50, 50), UNSEEN[case]
-    inputs = all_terms(tiled, positions, (37, 41))
-    masks = {name: each for name, each in arguments.items() if name not in FURTHER}
-    pairs = dense_gradients(inputs, positions=positions, **masks).probs[:, 0] > 0
-    seen_keys = pairs.any(1)
-    offset = torch.as_tensor(arguments.get("query_offset", 0)).view(-1, 1, 1)
-    row = (50 + torch.arange(41) - torch.arange(37)[:, None] - offset).expand_as(pairs)[pairs]
-    rows = torch.zeros(101, dtype=torch.bool).index_fill(0, row, True)
-    assert not seen_keys.all() and not rows.all()
-    spoilt = {name: tensor.clone() for name, tensor in inputs._asdict().items() if tensor is not None}
-    tables = [name for name in TABLES if name in spoilt]
-    for name in tables:
-        spoilt[name][~rows] = math.nan
-    for name in ("key", "value"):
-        spoilt[name].masked_fill_(~seen_keys[:, None, :, None], math.nan)
-    results = tiled.results(with_different_strides(Inputs(**spoilt)), positions=positions, **arguments)
-    tiled.check(results, inputs, positions=positions, **arguments)
-    assert_bit_equal(results, tiled.results(with_different_strides(inputs), positions=positions, **arguments))
-    for name in tables:
-        assert not results[f"d_{name}"][~rows].any() and results[f"d_{name}"][rows].any(), name
-    for name in ("d_key", "d_value"):
-        assert not results[name].transpose(1, 2)[~seen_keys].any() and results[name].any(), name
-
-
-UNREAD_ROWS: dict[str, tuple[RelativePositions, dict[str, Any], slice]] = {
-    # table, arguments, and the rows (of 101) that a visible pair of 37 queries and 41 keys has
-    "longer": (RelativePositions(-50, 50), {}, slice(50 - 36, 50 + 41)),
-    "causal": (RelativePositions(-50, 50), {"is_causal": True}, slice(50 - 36, 51)),
-    "causal_zero": (RelativePositions(-2, 98, "zero"), {"is_causal": True}, slice(0, 3)),
-    "causal_clamp": (RelativePositions(-2, 98), {"is_causal": True}, slice(0, 3)),
-    "lengths": (RelativePositions(-50, 50), {"key_lengths": torch.tensor([7])}, slice(50 - 36, 50 + 7)),
-    "lengths_clamp": (RelativePositions(-9, 91), {"key_lengths": torch.tensor([7])}, slice(0, 9 + 7)),
-    "lengths_zero": (RelativePositions(-9, 91, "zero"), {"key_lengths": torch.tensor([7])}, slice(0, 9 + 7)),
-    "lengths_none": (RelativePositions(-9, 91), {"key_lengths": torch.tensor([0])}, slice(0, 0)),
-    "offset": (RelativePositions(-50, 50), {"query_offset": 20}, slice(0, 50 + 41 - 20)),
-    "past_zero": (RelativePositions(-200, -100, "zero"), {}, slice(0, 0)),
-    "past_clamp": (RelativePositions(-200, -100), {}, slice(100, 101)),
-    "past_none": (RelativePositions(-200, -100), {"key_lengths": torch.tensor([0])}, slice(0, 0)),
-    "future_zero": (RelativePositions(100, 200, "zero"), {}, slice(0, 0)),
-    "future_clamp": (RelativePositions(100, 200), {"is_causal": True}, slice(0, 1)),
-    # Queries 0 to 33 see nothing: the first small block.
-    "blind_block": (RelativePositions(-50, 50), {"is_causal": True, "query_offset": -34}, slice(50 - 2, 51)),
-    "blind_block_zero": (RelativePositions(-1, 99, "zero"), {"is_causal": True, "query_offset": -34}, slice(0, 2)),
-    "blind_block_clamp": (RelativePositions(-1, 99), {"is_causal": True, "query_offset": -34}, slice(0, 2)),
-    # 37 queries divide no block: rows that only the queries beyond would have.
-    "longer_past_clamp": (RelativePositions(-80, 20), {}, slice(80 - 36, 101)),
-    "longer_past_zero": (RelativePositions(-80, 20, "zero"), {}, slice(80 - 36, 101)),
-    "all_blind": (RelativePositions(-1, 99), {"is_causal": True, "query_offset": -40}, slice(0, 0)),
-    "all_blind_future": (RelativePositions(10, 110), {"is_causal": True, "query_offset": -40}, slice(0, 0)),
-}
-
-
-@pytest.mark.parametrize("case", UNREAD_ROWS)
-def test_rows_that_no_visible_pair_has_may_hold_nan(case: str, tiled: Way) -> None:
-    """Their part of dS is 0, but 0 times NaN is NaN: they are not multiplied by it. Their own gradient is exactly 0. In every
-    other case there are all four tables, and softcap."""
-    positions, arguments, seen = UNREAD_ROWS[case]
-    is_alone = list(UNREAD_ROWS).index(case) % 2 == 0
-    further: dict[str, Any] = {} if is_alone else dict.fromkeys(("rel_value", "rel_bias", "rel_p2c"), True)
-    arguments = arguments if is_alone else {**arguments, "softcap": 5.0}
-    inputs = make_inputs(1, 2, 37, 41, tiled.width, num_rows=101, **further, dtype=tiled.dtype, seed=3)
-    unread = torch.ones(101, dtype=torch.bool)
-    unread[seen] = False
-    tables = {name: getattr(inputs, name) for name in TABLES if getattr(inputs, name) is not None}
-    spoilt = {name: table.clone() for name, table in tables.items()}
-    for table in spoilt.values():
-        table[unread] = math.nan
-    results = tiled.results(inputs._replace(**spoilt), positions=positions, **arguments)
-    tiled.check(results, inputs, positions=positions, **arguments)
-    for name, table in tables.items():
-        assert torch.equal(results[f"d_{name}"].view(len(table), -1).any(-1), ~unread), name
+@pytest.mark.parametrize(("case", "number"), RUNS)
+def test_nan_that_no_query_sees(case: str, number: int, tiled: Way) -> None:
+    """Keys and values that no query sees, and table rows that no visible pair has, may hold NaN: dS is 0 there, but 0 times NaN
+    is NaN. With one table, or with all of them, softcap, dropout and terms that end where the table does."""
+    further: dict[str, Any] = {"tables": ("rel_key",)}
+    if number:
+        further = {"tables": TABLES, "rel_width": 4, "softcap": 5.0, "dropout_p": 0.3}
+    fields = {"positions": (-50, 50, "clamp"), **UNSEEN[case], **further}
+    if number:
+        fields["positions"] = (*fields["positions"][:2], "zero")
+    sizes = {"batch": 2, "num_queries": 37, "num_keys": 41, "width": tiled.width, "value_width": tiled.width}
+    dtype = str(tiled.dtype).removeprefix("torch.")
+    check(Sample(**sizes, **fields, dtype=dtype, seed=number, spoilt="nan"), tiled)  # type: ignore[arg-type]
 
 
 # NaN that somebody sees, which goes no further.

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from tests.check import WAYS, Way
+from tests.expected import exact_results
 from tests.tolerance import assert_near, tolerance_of
-from tests.way import WAYS, Way
 from triton_relattn import RelativePositions, fused_relative_attention, tables
-from triton_relattn.testing import Inputs, dense_gradients
+from triton_relattn.testing import Inputs
 
 Attention = Callable[..., Tensor]
 
@@ -336,7 +337,7 @@ def test_two_by_two_by_hand(way: Way) -> None:
         "d_value": column(0.25, 0.75),
         "d_rel_key": column(0, -0.375, 0.375)[0, 0],
     }
-    by_hand = dense_gradients(inputs)._asdict()
+    exact = exact_results(inputs)
     for name, result in way.results(inputs.to(way.dtype), scale=1.0).items():
         assert_near(name, result.double(), expected[name], tolerance=tolerance_of(way.dtype), smallest=1.0)
-        assert_near(name, by_hand[name], expected[name])
+        assert_near(name, exact[name], expected[name])

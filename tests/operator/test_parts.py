@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.check import check
+from tests.check import WAYS, Way, check
 from tests.parts import at_place, attend_on_a_grid, attend_resolved, resolved
 from tests.samples import Sample
 from tests.tolerance import assert_near
-from tests.way import WAYS, Way
 from triton_relattn import RelativePositions, merge_attention
 from triton_relattn.testing import dropout_mask, forward_backward, make_inputs
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.check import environment, function_of
+from tests.check import WAYS, Way, environment, function_of
 from tests.conftest import INTERPRETED
 from tests.expected import exact
 from tests.samples import Sample
 from tests.tolerance import within
-from tests.way import WAYS, Way
 
 TERMS = 1500
 KEYS = Sample(num_queries=2, num_keys=TERMS, cotangents="lse", scale=2.0**-6, dtype="float16", tables=("rel_key",))

@@ -10,10 +10,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.check import check
+from tests.check import WAYS, Way, check
 from tests.conftest import INTERPRETED
 from tests.samples import SIDE, Sample
-from tests.way import WAYS, Way
 
 WINDOW = Sample(num_queries=33, num_keys=50, tables=("rel_key",), window_size=(3, 2))
 NEAR = Sample(num_queries=20, num_keys=50, tables=("rel_key",))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+_FLOAT64 = 'forward_backward with inputs.to(torch.float64) and implementation="reference" returns the golden results'
+_OWN_TABLES = "python -m triton_relattn check compares tables' gradients; assert_within_budget serves other implementations"
+
 NAMES = {
     "triton_relattn.integrations": {
         "arguments": "its constants are in triton_relattn.integrations.replacement",
@@ -19,6 +22,17 @@ NAMES = {
     "triton_relattn.merging": {
         "Pair": "merge_attention takes out1, lse1, out2, lse2",
         "merged": "merge_attention merges two results, and more of them one after the other",
+    },
+    "triton_relattn.plots": {
+        "mean_by_distance": "attention_terms has the probabilities, attention_by_distance draws their means"
+    },
+    "triton_relattn.testing": {
+        **dict.fromkeys(("DenseGradients", "dense_gradients"), _FLOAT64),
+        **dict.fromkeys(("table_gradient_budget", "assert_table_gradient"), _OWN_TABLES),
+        **dict.fromkeys(
+            ("float32_gradient_budget", "assert_gradients_close_fp32"), "assert_within_budget serves float32 as well"
+        ),
+        **dict.fromkeys(("in_memory_order", "with_different_strides"), "strides of an Inputs are kept: make those you need"),
     },
 }
 ARGUMENTS = {
