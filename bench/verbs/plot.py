@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
     }
     for verb, draw_rows in verbs.items():
         of_verb = [row for row in rows if row["verb"] == verb]
-        if verb == "models" and not models.lengths_of(of_verb):
+        if verb == "models" and not models.single_lengths(of_verb):
             continue
         if of_verb:
             draw_rows(of_verb, options.out / f"{verb}.png")

@@ -24,7 +24,7 @@ from triton_relattn._peaks import SHARE, available_bytes
 
 from ..music.tokens import chorales
 from . import layer
-from .sweep import BATCH, COMPARED, DIRECTION, HEAD_DIM, HEADS, case_of, sweep
+from .sweep import BATCH, COMPARED, DIRECTION, HEAD_DIM, HEADS, make_case, sweep
 
 SHORTEST = 256
 LONGEST, LONGEST_QUICK = 8192, 1024
@@ -75,7 +75,7 @@ def check(device: str, lengths: list[int]) -> list[str]:
     header = ("", "largest value", "reference's error", "error", "allowed", "")
     print(table(header, [row.cells() for row in rows]))
 
-    methods = timing.prepare(case_of(lengths[0], "fp32"), COMPARED, [DIRECTION], device, {})
+    methods = timing.prepare(make_case(lengths[0], "fp32"), COMPARED, [DIRECTION], device, {})
     errors = ", ".join(f"{each.method} {each.found.get('error', float('nan')):.1e}" for each in methods)
     print(f"\nThe methods to be measured, at length {lengths[0]}: distance from float64, of the result's norm\n  {errors}")
     wrong = [f"{each.method}: {each.found['status']}" for each in methods if not each.is_ok]
