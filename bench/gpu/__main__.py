@@ -1,4 +1,4 @@
-"""Correctness and speed of the kernels on a GPU, within minutes, with torch and triton: ``python3 -m bench.gpu --results out/gpu``.
+"""Correctness and speed of the kernels on a GPU, within minutes: ``python3 -m bench.gpu --results out/gpu``.
 
     smoke         calls that stand for the main ones, and each kernel alone, against float64; then each kernel timed
     repeats       many runs of one call are equal bit for bit

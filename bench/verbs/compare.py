@@ -1,8 +1,8 @@
 """Time here beside another commit, or another checkout: the package of each in a process of its own, in turn, the least of all.
 
-``python -m bench compare REF speed --shape b1,h8,n2048``. REF: a commit, branch or tag, or a folder with a checkout. The verbs are speed,
-host and models, with their own options; ``--seconds`` is the time of each case. Cases, models and clock are those of this
-checkout, so only the package differs.
+``python -m bench compare REF speed --shape b1,h8,n2048``. REF: a commit, branch or tag, or a folder with a checkout. The verbs
+are speed, host and models, with their own options; ``--seconds`` is the time of each case. Cases, models and clock are those of
+this checkout, so only the package differs.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 For each kind of call: microseconds until the first kernel would start, forward and backward, and of the whole forward and
 backward; each the least of many. Triton's launcher runs up to the driver (tools/stub_gpu). Allocations and the few operations of
-torch between the kernels run on tiny tensors of the CPU, whose allocator is not the GPU's. ``compare REF host`` has another commit
-beside it.
+torch between the kernels run on tiny tensors of the CPU, whose allocator is not the GPU's. ``compare REF host`` times
+another commit beside it.
 """
 
 from __future__ import annotations

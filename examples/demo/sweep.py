@@ -60,7 +60,10 @@ def sweep(lengths: Sequence[int], dtype: str, device: str, memory_limit: int, bu
     # The constant part of a point, its process and its repeats, takes about as long as the growing one does at 1024.
     skipped: dict[tuple[int, str], str] = {}
     for length, method in progress(
-        points, lambda point: f"{point[1]}, {point[0]}", lambda point: 1024**2 + point[0] ** 2, lambda point: skipped.get(point, "")
+        points,
+        lambda point: f"{point[1]}, {point[0]}",
+        lambda point: 1024**2 + point[0] ** 2,
+        lambda point: skipped.get(point, ""),
     ):
         case = make_case(length, dtype)
         row = {"verb": "demo", **case.columns(), "method": method, "direction": DIRECTION}
