@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -168,57 +167,6 @@ def _flex(case: Case) -> Function:
     return run
 
 
-def disentangled_flash_slots(case: Case) -> torch.Tensor:
-    """(2N - 1,), the row of a table that is turned round for each of i - j = -(N - 1) .. N - 1."""
-    distance = torch.arange(1 - case.length, case.length)
-    return (distance + case.num_rows // 2).clamp(0, case.num_rows - 1).int()
-
-
-def _disentangled_flash(case: Case) -> Function:
-    """disentangled-flash. Slots count i - j upwards: the table is turned round, one for each head, of 8 k rows."""
-    from disentangled_flash.position import gradient_band, pad_position_table
-    from disentangled_flash.training._kernels import training_attention
-
-    device = torch.device("cuda")
-    slots = disentangled_flash_slots(case)
-    band, slots = gradient_band(slots, device), slots.to(device)
-    mask = torch.ones(case.batch, case.length, dtype=torch.bool, device=device)
-
-    def turned(table: torch.Tensor | None) -> torch.Tensor | None:
-        return None if table is None else pad_position_table(table.flip(0).expand(case.heads, -1, -1))
-
-    def run(inputs: Inputs) -> torch.Tensor:
-        tables = (turned(inputs.rel_key), turned(inputs.rel_p2c))
-        options = {"score_scale": 1 / math.sqrt(case.head_dim), "has_padding": False, "strict_fp32": True}
-        out = training_attention(*inputs[:3], *tables, slots, mask, **options, gradient_band=band)  # (B, N, H D)
-        return out.unflatten(-1, (case.heads, case.head_dim)).transpose(1, 2)
-
-    return run
-
-
-def flashdeberta_table(table: torch.Tensor, heads: int) -> tuple[torch.Tensor, int]:
-    """(R, D) as flashdeberta takes it, and its span: rows by i - j, a row for each of -span .. span - 1, clipped beyond.
-
-    With span = (R + 1) / 2 that is one row more than ours at the end of the future, where the outermost serves twice.
-    """
-    by_distance = table.flip(0)
-    return torch.cat([by_distance[:1], by_distance]).expand(1, heads, -1, -1), table.shape[0] // 2 + 1
-
-
-def _flashdeberta(case: Case) -> Function:
-    from flashdeberta.ops.flash_attention import flash_attention_with_disentangled
-
-    lengths = torch.full((case.batch,), case.length, dtype=torch.int32, device="cuda" if torch.cuda.is_available() else "cpu")
-
-    def run(inputs: Inputs) -> torch.Tensor:
-        pos_key, span = flashdeberta_table(_centred(inputs.rel_key, case), case.heads)
-        pos_query = None if inputs.rel_p2c is None else flashdeberta_table(inputs.rel_p2c, case.heads)[0]
-        options = {"max_relative_distance": span, "sm_scale": case.head_dim**-0.5}
-        return flash_attention_with_disentangled(*inputs[:3], lengths, pos_key, pos_query, case.is_causal, **options)
-
-    return run
-
-
 def _always(_case: Case, _device: str) -> str | None:
     return None
 
@@ -255,14 +203,6 @@ def _for_onnxruntime(case: Case, device: str) -> str | None:
     return None if case.terms == BIAS else _plain_terms(case, device)
 
 
-def _peer(case: Case, device: str, causal: bool = True) -> str | None:
-    if case.head_dim not in (32, 64, 128):
-        return "head widths 32, 64 and 128 only"
-    if case.is_causal and not causal:
-        return "no causal attention"
-    return _needs_gpu(case, device) or _plain_terms(replace(case, terms=case.terms[:1]), device)
-
-
 def _backend(name: str, make: Callable[[Case], Function]) -> Callable[[Case], Function]:
     return lambda case: _with_backend(name, make(case))
 
@@ -285,7 +225,5 @@ METHODS: dict[str, Method] = {
     "sdpa_bias_efficient": Method("baseline", "the same by its memory-efficient backend", _efficient, _on_gpu),
     "flex_attention": Method("baseline", "compiled FlexAttention with a captured Q E^T", _flex, _needs_compiler),
     "onnxruntime": Method("peer", "ONNX Runtime's Attention with a dense mask", _onnxruntime, _for_onnxruntime),
-    "disentangled_flash": Method("peer", "disentangled-flash 1.1.1", _disentangled_flash, partial(_peer, causal=False)),
-    "flashdeberta": Method("peer", "flashdeberta 0.0.8 without buckets", _flashdeberta, _peer),
 }
 """All of them, ours first."""

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import os
 import signal
 import subprocess
@@ -42,7 +41,7 @@ except ModuleNotFoundError as error:
     print("this needs the package triton: pip install triton", file=sys.stderr)
     raise SystemExit(2) from error
 
-from bench.report.rows import ROOT, in_one_line, read
+from bench.report.rows import ROOT, in_one_line
 from bench.verbs.options import interpreted, some_of
 from triton_relattn._core.sizes import Parser
 from triton_relattn.kernels.introspect import selection
@@ -198,30 +197,6 @@ class Run:
         return 3 if any("cut off" in outcome.status for outcome in self.outcomes) else 0
 
 
-def draw(results: Path) -> str:
-    """Draw what was measured, a figure per width and one of memory; return what to say of them."""
-    path = results / "results.csv"
-    if not path.exists():
-        return ""
-    if importlib.util.find_spec("matplotlib") is None:
-        return "there is no matplotlib: no figures"
-    try:
-        import matplotlib
-
-        from bench.verbs.plot import draw_memory, draw_speed
-
-        matplotlib.use("Agg")
-        rows = read(path)
-        for width in ("64", "128"):
-            if wide := [row for row in rows if (row["verb"], row["group"], row["head_dim"]) == ("speed", "long", width)]:
-                draw_speed(wide, results / f"speed-d{width}.png")
-        if peaks := [row for row in rows if row["verb"] == "memory"]:
-            draw_memory(peaks, results / "memory.png")
-    except Exception as error:
-        return f"figures: {in_one_line(error)}"
-    return ""
-
-
 def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
@@ -250,9 +225,7 @@ def run(options: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             status = 130
             parts.say("interrupted")
-        for text in (draw(options.results), parts.summary()):
-            if text:
-                parts.say(text)
+        parts.say(parts.summary())
         return status or parts.status()
 
 

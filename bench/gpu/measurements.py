@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +21,6 @@ from bench.cases.methods import METHODS, OUR_METHODS, OURS
 from bench.measure import timing
 from bench.report import summary
 from bench.report.rows import ROOT, in_one_line
-from bench.report.text import table as text_table
 from bench.verbs import memory, speed
 from triton_relattn._core.residual import keeps_residual
 from triton_relattn.kernels.introspect import Call, TileConfig, backward, forward, tuning
@@ -122,32 +119,6 @@ def time_kernels(case: Case) -> list[dict[str, Any]]:
     return [row | timing.times(each, "cuda") for row, each in zip(rows, timed, strict=True)]
 
 
-@contextmanager
-def sampled_clocks() -> Iterator[dict[str, float]]:
-    """Sample the clock of the multiprocessors and the power while something is timed; medians, if nvidia-ml-py is there."""
-    found: dict[str, float] = {}
-    samples: list[tuple[int, int]] = []
-    is_over = threading.Event()
-
-    def sample() -> None:
-        try:
-            while not is_over.wait(0.05):
-                samples.append((torch.cuda.clock_rate(), torch.cuda.power_draw()))
-        except Exception:  # there is no nvidia-ml-py, or the driver does not tell
-            return
-
-    sampler = threading.Thread(target=sample, daemon=True)
-    sampler.start()
-    try:
-        yield found
-    finally:
-        is_over.set()
-        sampler.join()
-        if samples:
-            clocks, powers = zip(*samples, strict=True)
-            found |= {"sm_mhz": statistics.median(clocks), "power_w": statistics.median(powers) / 1e3}
-
-
 def measure_case(item: tuple[Case, dict[str, str]], options: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of a case. A kind of ours that a check found to be wrong is not timed."""
     case, not_tried = item
@@ -156,12 +127,10 @@ def measure_case(item: tuple[Case, dict[str, str]], options: argparse.Namespace)
     rounds = min(options.rounds, LONG_ROUNDS) if case.length >= LONG else options.rounds
     not_tried = not_tried | dict.fromkeys(wrong, "wrong: see the checks")
     prepared = timing.prepare(case, options.methods, timing.DIRECTIONS, "cuda", not_tried)
-    with sampled_clocks() as clocks:
-        timing.time_in_turn(prepared, "cuda", 0.0, rounds, fewest=rounds)
+    timing.time_in_turn(prepared, "cuda", 0.0, rounds, fewest=rounds)
     rows = speed.make_rows(case, prepared, options)
     for row in rows:
         row["verified"] = "no" if row["status"].startswith("wrong") or not state.has_checked() else "yes"
-        row |= clocks if row.get("p50_ms") else {}
     return rows
 
 
@@ -194,8 +163,7 @@ def measure_all(
 def measure_speed(options: argparse.Namespace, report: Report, deadline: float) -> None:
     """Ours with the term and without, and SDPA without one by FlashAttention and cuDNN."""
     measure_all(speed_cases(), OURS_AND_BOUNDS, options, report, deadline)
-    for width in (64, 128):
-        report.say(f"\n{speed_table(report.measured.rows, width)}")
+    report.say(f"\n{summary.speed(report.measured.rows)}")
 
 
 def measure_baselines(options: argparse.Namespace, report: Report, deadline: float) -> None:
@@ -221,25 +189,6 @@ def _compile_flex(case: Case) -> str:
     timing.steps(case, METHODS["flex_attention"].make(case), case.inputs("cuda"))["forward+backward"].run()
     synchronize()
     return ""
-
-
-def speed_table(rows: Sequence[dict[str, Any]], width: int) -> str:
-    """A line per case and direction of a width: time, TFLOP/s as FlashAttention counts them, and how many times as long ours
-    takes as the lower bounds."""
-    times = {
-        (row["case"], row["direction"], row["method"]): row
-        for row in rows
-        if (row["verb"], row["head_dim"]) == ("speed", width) and row.get("p50_ms")
-    }
-    body = []
-    for (case, direction, method), row in times.items():
-        if method == OURS:
-            p50, p20, p80 = (float(row[f"p{percent}_ms"]) for percent in (50, 20, 80))
-            bounds = [times.get((case, direction, bound)) for bound in OURS_AND_BOUNDS[1:]]
-            ratios = [f"{p50 / float(bound['p50_ms']):.2f}" if bound else "-" for bound in bounds]
-            body.append((case, direction, f"{p50:.3g} ({p20:.3g}-{p80:.3g})", f"{float(row['tflops']):.0f}", *ratios))
-    head = ("case", "direction", "ms (p20-p80)", "TFLOP/s", *(f"by {bound}" for bound in OURS_AND_BOUNDS[1:]))
-    return text_table(head, body) if body else ""
 
 
 def measure_memory(options: argparse.Namespace, report: Report, deadline: float) -> None:

@@ -1,7 +1,7 @@
 """What a run writes: lines, rows of two files, and for a later run what was found so far.
 
 In the results folder there are log.txt, environment.json, checks.csv (verdicts and single figures) and results.csv (times and
-memory), and figures. The state folder outlasts a run: what became of each part, and kinds of calls whose results are wrong.
+memory). The state folder outlasts a run: what became of each part, and kinds of calls whose results are wrong.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bench.verbs.speed import COLUMNS as MEASURED
 from .workers import ending, watch
 
 CHECKS = ("part", "case", "variant", "direction", "value", "unit", "status", "message")
-MEASURED_COLUMNS = (*MEASURED, *timing.GPU_COLUMNS, "sm_mhz", "power_w")
+MEASURED_COLUMNS = (*MEASURED, *timing.GPU_COLUMNS)
 MOST_ERRORS = 5
 
 

@@ -185,12 +185,12 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         figure = plt.figure(figsize=(WIDTH, height))
         for place, column in enumerate(columns):
             top = height
-            for found, of_lengths, measured in column:
+            for found, compared_lengths, measured in column:
                 tall = ROW * len(found)
                 top -= TITLE + tall
                 box = (COLUMN * place + NAMES_WIDE, top, BARS_WIDE, tall)
                 axes = figure.add_axes((box[0] / WIDTH, box[1] / height, box[2] / WIDTH, box[3] / height))
-                _bars(axes, found, of_lengths, *WORDS[measured], is_one)
+                _bars(axes, found, compared_lengths, *WORDS[measured], is_one)
         figure.text(0.02, 0.1 / height, below, fontsize=8, color=MUTED, linespacing=1.4, va="bottom")
         figure.savefig(path, dpi=DPI, facecolor="white")
         plt.close(figure)

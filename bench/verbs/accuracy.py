@@ -50,13 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def inputs(case: str, dtype: str, length: int, device: str) -> Inputs:
     """Full attention with a table of 2 length - 1 rows, normally distributed but for what the case says."""
     heads = (4, 16) if case == SHARED else (1, 8)
-    made = make_inputs(
+    drawn = make_inputs(
         *heads, length, length, 64, num_rows=2 * length - 1, dtype=DTYPES[dtype], device=device, seed=0, sharp=case == "sharp"
     )
-    for tensor, outlier in zip((made.query, made.key, made.rel_key), OUTLIERS.get(case, ()), strict=False):
+    for tensor, outlier in zip((drawn.query, drawn.key, drawn.rel_key), OUTLIERS.get(case, ()), strict=False):
         assert tensor is not None
         tensor[..., 0] = outlier
-    return made._replace(d_lse=torch.zeros_like(made.d_lse))
+    return drawn._replace(d_lse=torch.zeros_like(drawn.d_lse))
 
 
 def attend(method: str, options: argparse.Namespace) -> Callable[..., torch.Tensor]:

@@ -162,7 +162,7 @@ def run(options: argparse.Namespace) -> int:
     found: list[tuple[str, list[dict[str, float]]]] = []
     with ExitStack() as stack:
         folder = stack.enter_context(checkout(options.ref))
-        workers = [Worker(each, [options.verb, *options.words]) for each in (ROOT, folder)]
+        workers = [Worker(path, [options.verb, *options.words]) for path in (ROOT, folder)]
         for worker in workers:
             stack.callback(worker.stop)
         try:

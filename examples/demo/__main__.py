@@ -95,11 +95,11 @@ def draw(rows: Sequence[dict[str, Any]], memory_limit: int, path: Path) -> None:
 
     matplotlib.use("Agg")
 
-    def panels(of_kind: Sequence[dict[str, Any]], axes: Sequence[Any]) -> None:
+    def panels(alike: Sequence[dict[str, Any]], axes: Sequence[Any]) -> None:
         memory, milliseconds = axes
-        figures.draw_memory_panel(memory, of_kind, DIRECTION, None, "peak memory, lower is better")
-        title = figures.finding(figures.lines(of_kind, DIRECTION, "p50_ms", figures.LEADING), "as long", "Time")
-        times = figures.lines(of_kind, DIRECTION, "p50_ms")
+        figures.draw_memory_panel(memory, alike, DIRECTION, None, "peak memory, lower is better")
+        title = figures.finding(figures.lines(alike, DIRECTION, "p50_ms", figures.LEADING), "as long", "Time")
+        times = figures.lines(alike, DIRECTION, "p50_ms")
         figures.draw_panel(milliseconds, times, figures.STYLES, "time", title, "time, lower is better")
 
     what = f"Forward + backward. Memory: peak above the inputs, of {short_bytes(memory_limit)} at most."

@@ -39,17 +39,22 @@ def run(script: str, folder: Path, parts: str = "", **environment: str) -> subpr
 
 @pytest.mark.thorough
 def test_all_parts(tmp_path: Path) -> None:
-    """Nothing raises, what is timed was checked, and there are at most eight files; nothing claims to be of a GPU."""
+    """Nothing raises, and nothing claims to be of a GPU."""
     for script in ("check", "measure"):
         done = run(script, tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert " 0 of " in f" {done.stdout.splitlines()[-1]}" and len(list((tmp_path / script).iterdir())) <= 8
+        assert " 0 of " in f" {done.stdout.splitlines()[-1]}"
     outcomes = [json.loads((tmp_path / "state" / f"part-{part}.json").read_text()) for part in DEFAULT]
     assert all(outcome["is_done"] and outcome["failed"] == outcome["skipped"] == 0 for outcome in outcomes)
     assert all(outcome["rows"] for outcome in outcomes if outcome["part"] != "sanitizer")
     rows = read(tmp_path / "measure" / "results.csv")
     assert {row["device"] for row in rows} == {NAME} and {row["verb"] for row in rows} == {"speed", "memory", "kernels"}
-    assert all((tmp_path / "measure" / name).exists() for name in ("speed-d64.png", "memory.png", "log.txt", "environment.json"))
+    assert {path.name for path in (tmp_path / "measure").iterdir()} == {
+        "log.txt",
+        "environment.json",
+        "checks.csv",
+        "results.csv",
+    }
 
 
 @pytest.mark.thorough

@@ -73,18 +73,3 @@ def test_methods_of_others_are_set_up_right(changes: dict[str, Any], monkeypatch
         if name in ("flex_attention", "onnxruntime"):
             with pytest.raises(NotImplementedError, match="has no backward on a CPU"):
                 function(inputs)
-
-
-@pytest.mark.parametrize("rows", [None, 9])
-def test_tables_of_the_peers(rows: int | None) -> None:
-    """Both packages look a row up by i - j; the rows that theirs gives are those that ours does, distance by distance."""
-    case = CASE.resized(40, rows=rows)
-    inputs = case.inputs("cpu")
-    j_minus_i = torch.arange(1 - case.length, case.length)
-    row, _ = case.positions.rows(j_minus_i)
-    expected = inputs.rel_key[row]
-    table, span = methods.flashdeberta_table(inputs.rel_key, case.heads)
-    slots = (-j_minus_i + span).clamp(0, 2 * span - 1)
-    assert table.shape == (1, case.heads, 2 * span, case.head_dim) and torch.equal(table[0, 0][slots], expected)
-    turned = methods.disentangled_flash_slots(case)  # of i - j = 1 - N, ..., N - 1
-    assert torch.equal(inputs.rel_key.flip(0)[turned.long()], expected.flip(0))
