@@ -214,7 +214,7 @@ class Measurement:
             if size.length <= LONGEST_IN_TURN:
                 self.measure_times(size, right)
             for point in points:
-                row = {"case": self.family.name, "method": point.method, "direction": point.direction}
+                row: dict[str, Any] = {"case": self.family.name, "method": point.method, "direction": point.direction}
                 row |= {"layers": self.options.layers, "seqlen": size.length, "batch": size.batch}
                 # What is wrong has no figures, what has no figures was not checked.
                 is_shown = point in right or self.found[point]["status"] != "ok"

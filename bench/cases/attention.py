@@ -172,9 +172,8 @@ class Case:
 
     def attend(self, inputs: Inputs, implementation: str | None = None) -> torch.Tensor:
         """The output of fused_relative_attention."""
-        out: torch.Tensor = fused_relative_attention(
-            *inputs[:3], **self.tables(inputs), **self.options(inputs), implementation=implementation
-        )
+        arguments: dict[str, Any] = self.tables(inputs) | self.options(inputs)
+        out: torch.Tensor = fused_relative_attention(*inputs[:3], **arguments, implementation=implementation)
         return out
 
     def resolved(self, inputs: Inputs) -> tuple[Any, Any]:
@@ -182,7 +181,8 @@ class Case:
         from triton_relattn._core import validation
         from triton_relattn._core.arguments import Arguments
 
-        return validation.resolve(Arguments.of(*inputs[:3], **self.tables(inputs), **self.options(inputs)))
+        arguments: dict[str, Any] = self.tables(inputs) | self.options(inputs)
+        return validation.resolve(Arguments.of(*inputs[:3], **arguments))
 
 
 def _long() -> Iterator[Case]:

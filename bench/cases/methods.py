@@ -72,7 +72,7 @@ def _with_backend(name: str, function: Function) -> Function:
     return run
 
 
-def dense_bias_matrix(case: Case, table: torch.Tensor) -> torch.Tensor:
+def dense_bias_matrix(case: Case, table: Any) -> Any:
     """The bias of each pair of positions, (1, H, N, N)."""
     position = torch.arange(case.length, device=table.device)
     row = (position - position[:, None]).clamp(case.positions.first, case.positions.last) - case.positions.first
@@ -116,7 +116,7 @@ def _onnxruntime(case: Case) -> Function:
     return run
 
 
-def _centred(table: torch.Tensor, case: Case) -> torch.Tensor:
+def _centred(table: Any, case: Case) -> Any:
     """The table with a row for r = 0 in its middle: a full one of causal attention has no future."""
     return pad(table, (0, 0, 0, case.length - 1)) if case.is_causal and case.rows is None else table
 

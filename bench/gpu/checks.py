@@ -194,8 +194,8 @@ def check_all(checks: Sequence[Check], options: argparse.Namespace, report: Repo
     done, alone = 0, list[Check]()
     for check, found in spread(Check.run, checks, options.jobs, deadline):
         done += 1
-        is_lost = isinstance(found, Lost)
-        if options.jobs > 1 and not is_lost and any("out of memory" in row.get("message", "") for row in found):
+        messages = [found.reason] if isinstance(found, Lost) else [row.get("message", "") for row in found]
+        if options.jobs > 1 and any("out of memory" in message for message in messages):
             alone.append(check)
         else:
             add_rows(check, found, report)

@@ -126,9 +126,8 @@ def table() -> str:
     lines = ["| encoder | | " + " | ".join(f"{card} GB" for card in CARDS) + " |", "|---" * (2 + len(CARDS)) + "|"]
     for way in WAYS:
         for encoder in ENCODERS:
-            cells = (
-                f"{text(longest(encoder, way, False, card))} → **{text(longest(encoder, way, True, card))}**" for card in CARDS
-            )
+            pairs = ([text(longest(encoder, way, ours, card)) for ours in (False, True)] for card in CARDS)
+            cells = (f"{stock} → **{enabled}**" for stock, enabled in pairs)
             lines.append(f"| {encoder.name} | {way} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -85,8 +85,9 @@ def over_ours(rows: Sequence[Row], length: int, column: str) -> Ratios:
     found: Ratios = {}
     for case, measured in values(rows, length, column).items():
         stock = [value for method, value in measured.items() if method != OURS]
-        if stock and min(stock) and measured.get(OURS):
-            found[case] = min(stock) / measured[OURS]
+        best = min(stock, default=0.0)
+        if best and measured.get(OURS):
+            found[case] = best / measured[OURS]
     return found
 
 

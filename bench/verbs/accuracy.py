@@ -71,14 +71,15 @@ def measure(case: str, dtype: str, options: argparse.Namespace) -> list[dict[str
     """A row for every method."""
     given = inputs(case, dtype, options.length, options.device)
     dense = dense_gradients(given)
-    golden = (dense.out, dense.d_query, dense.d_key, dense.d_value, dense.d_rel_key)
+    golden: Any = (dense.out, dense.d_query, dense.d_key, dense.d_value, dense.d_rel_key)
     rows = []
     for method in options.methods:
         row: dict[str, Any] = {"verb": "accuracy", "case": case, "dtype": dtype, "length": options.length, "method": method}
         try:
             if method == OURS:  # by the implementation that computes it
                 row["method"] = f"{OURS} ({choose_implementation(options.implementation, given.query, given.value).name})"
-            leaves = [tensor.detach().requires_grad_() for tensor in given[:4]]
+            operands: Any = given[:4]
+            leaves = [tensor.detach().requires_grad_() for tensor in operands]
             out = attend(method, options)(*leaves)
             actual = [out.detach(), *torch.autograd.grad(out, leaves, given.d_out)]
             pairs = zip(RESULTS, actual, golden, strict=True)

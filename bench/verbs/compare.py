@@ -74,17 +74,18 @@ def serve(folder: str, verb: str, words: list[str]) -> None:
 
     assert Path(triton_relattn.__file__).is_relative_to(folder), triton_relattn.__file__
     sys.path[0] = str(ROOT)
-    timers: Any = None
     if os.environ.get("RELATTN_STUB"):  # as python -m bench.gpu --stub, without a GPU
-        stack = ExitStack()
-        stack.enter_context(importlib.import_module("bench.gpu.stub").without_a_gpu())
+        ExitStack().enter_context(importlib.import_module("bench.gpu.stub").without_a_gpu())
+    timers: Any = None
+    time_once: Any = None
     for line in sys.stdin:
         try:
-            if timers is None:
-                timers = importlib.import_module(VERBS[verb]).timers(parse(verb, words))
+            timers = timers or importlib.import_module(VERBS[verb]).timers(parse(verb, words))
             if line == "next\n":
-                name, time_once = next(timers, (None, None))
-            answer = {"value": name if line == "next\n" else time_once()}
+                value, time_once = next(timers, (None, None))
+            else:
+                value = time_once()
+            answer = {"value": value}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         print("ANSWER " + json.dumps(answer), flush=True)

@@ -37,13 +37,13 @@ def add_list(
     parser: argparse.ArgumentParser, name: str, known: Sequence[Name], default: Sequence[Name] | None, what: str = ""
 ) -> None:
     """An option ``--name`` that takes some of what is known: names without blanks and commas, which separate them."""
-    others = [str(value) for value in known if value not in (default or ())]
+    others: list[str] = [str(value) for value in known if value not in (default or ())]
     usual = ", ".join(map(str, default or ()))
     if default and len(others) <= 1 < len(known):
         usual = " but ".join(("all", *others))
     text = f"{what}, some of: " * bool(what) + ", ".join(map(str, known)) + f" (default: {usual})" * bool(usual)
-    default = None if default is None else list(default)
-    parser.add_argument(f"--{name}", type=some_of(known), default=default, metavar="A,B", help=text)
+    chosen = None if default is None else list(default)
+    parser.add_argument(f"--{name}", type=some_of(known), default=chosen, metavar="A,B", help=text)
 
 
 def available_device() -> str:
