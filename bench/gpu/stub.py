@@ -98,8 +98,6 @@ TORCH_CUDA = {
     "empty_cache": _returns(None),
     "mem_get_info": _returns((79 << 30, 80 << 30)),
     "_sleep": _returns(None),
-    "clock_rate": _returns(1),
-    "power_draw": _returns(1),
     "Event": _Event,
     "current_stream": _returns(mock.MagicMock()),
     "Stream": mock.MagicMock,
