@@ -217,6 +217,12 @@ GROUPS: dict[str, Sequence[Case]] = {
     ],
     "t5": [Case(16384 // length, 32, length, 64, terms=BIAS) for length in (2048, 512, 1024, 4096)],
     "inkling": [Case(1, 64, 8192, 128, True, 1024, key_heads=8, rel_dim=16, outside="zero")],
+    "dense": [
+        *(Case(2, 32, 4096, 64, terms=terms) for terms in (("rel_key",), BIAS)),
+        *(Case(16, 32, 1024, 64, terms=terms) for terms in (("rel_key",), BIAS)),
+        Case(16, 16, 1024, 128, True),
+    ],
+    "flex": [Case(4, 16, 4096, 128), Case(4, 32, 4096, 64, False, CLIPPED), Case(8, 32, 2048, 64, terms=BIAS)],
     "small": [Case(1, 2, length, 16, is_causal, rows, "fp32") for length, is_causal, rows in ((64, False, None), (96, True, 9))],
 }
 """cpu, cpu_bias: one layer in float32, with a full table, and with a bias alone, as in T5.
@@ -225,6 +231,8 @@ short: short sequences in batches. cpu_bf16, short_bf16: the same in bfloat16, f
 decode: one query and a cache of keys. memory: one layer, ever longer.
 deberta, inkling: the sizes that others report; DeBERTa v3 base, whose buckets tell distances up to 523 apart.
 t5: a bias alone.
+dense: of 4,096 positions only two sequences, since dense tensors of four have 2^31 elements, which some backends refuse.
+flex: FlexAttention captures Q E^T, for which the same holds from 64 heads on.
 small: for trying things out."""
 
 
@@ -236,3 +244,9 @@ def choose(groups: Sequence[str], lengths: Sequence[int] = ()) -> list[Case]:
     """The cases of some groups, those of the given lengths only if there are any. Raises KeyError."""
     cases = [replace(case, group=group) for group in groups for case in GROUPS[group]]
     return [case for case in cases if not lengths or case.length in lengths]
+
+
+def gpu_cases() -> list[Case]:
+    """What is timed on a GPU, the most telling calls first: what time is left for decides how far it goes."""
+    long, speech = choose(["long"]), choose(["speech"], (200, 500))
+    return [*long[:8], *speech[:2], *choose(["t5"]), *long[8:16], *speech[2:], *long[16:], *choose(["deberta", "inkling"])]

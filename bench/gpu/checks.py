@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 
-from bench.cases.attention import DTYPES, OPERANDS, Case
+from bench.cases.attention import DTYPES, GROUPS, OPERANDS, Case, gpu_cases
 from bench.cases.methods import ours
 from bench.measure import timing
 from bench.report.rows import in_one_line
@@ -207,9 +207,7 @@ def check_all(checks: Sequence[Check], options: argparse.Namespace, report: Repo
 
 def correctness(options: argparse.Namespace, report: Report, deadline: float) -> None:
     """Calls that stand for the timed ones, then calls of every kind."""
-    from .measurements import baseline_cases, flex_cases, speed_cases
-
-    timed = [case for cases in (speed_cases(), baseline_cases(), flex_cases()) for case in cases[: options.most]]
+    timed = [case for cases in (gpu_cases(), GROUPS["dense"], GROUPS["flex"]) for case in cases[: options.most]]
     check_all([*timed_checks(timed), *all_kinds()[: options.most]], options, report, deadline)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from bench.cases.attention import BIAS, CLIPPED, Case, choose
+from bench.cases.attention import CLIPPED, GROUPS, Case, choose, gpu_cases
 from bench.cases.methods import METHODS, OUR_METHODS, OURS
 from bench.measure import timing
 from bench.report import summary
@@ -43,26 +43,6 @@ BEFORE_WORDS = ("--cases", "long,speech", "--lengths", "4096,1024,500", "--secon
 def main_case(head_dim: int) -> Case:
     """The call that each kernel is timed in."""
     return choose(["long"], [4096])[0].resized(4096, heads=2048 // head_dim, head_dim=head_dim)
-
-
-def speed_cases() -> list[Case]:
-    """The most telling ones first: what time is left for decides how far it goes."""
-    long, speech = choose(["long"]), [case for case in choose(["speech"]) if case.length in (200, 500)]
-    first, second, third = long[:8], long[8:16], long[16:]
-    return [*first, *speech[:2], *choose(["t5"]), *second, *speech[2:], *third, *choose(["deberta", "inkling"])]
-
-
-def baseline_cases() -> list[Case]:
-    """Two lengths. Of 4,096 only two sequences: the dense tensors of four have 2^31 elements, which some backends refuse."""
-    short, long = Case(16, 32, 1024, 64, group="dense"), Case(2, 32, 4096, 64, group="dense")
-    short_bias, long_bias = replace(short, terms=BIAS), replace(long, terms=BIAS)
-    return [long, long_bias, short, short_bias, Case(16, 16, 1024, 128, True, group="dense")]
-
-
-def flex_cases() -> list[Case]:
-    """FlexAttention captures Q E^T: of 4,096 positions with a row per distance no more than 64 heads, or it has over 2^31
-    elements."""
-    return [Case(4, 16, 4096, 128), Case(4, 32, 4096, 64, False, CLIPPED), Case(8, 32, 2048, 64, terms=BIAS)]
 
 
 def smoke(options: argparse.Namespace, report: Report, deadline: float) -> None:
@@ -162,24 +142,24 @@ def measure_all(
 
 def measure_speed(options: argparse.Namespace, report: Report, deadline: float) -> None:
     """Ours with the term and without, and SDPA without one by FlashAttention and cuDNN."""
-    measure_all(speed_cases(), OURS_AND_BOUNDS, options, report, deadline)
+    measure_all(gpu_cases(), OURS_AND_BOUNDS, options, report, deadline)
     report.say(f"\n{summary.speed(report.measured.rows)}")
 
 
 def measure_baselines(options: argparse.Namespace, report: Report, deadline: float) -> None:
     """What people write today in plain torch, and SDPA with a dense bias."""
-    measure_all(baseline_cases(), DENSE, options, report, deadline, BASELINE_ROUNDS)
+    measure_all(choose(["dense"]), DENSE, options, report, deadline, BASELINE_ROUNDS)
 
 
 def measure_flex(options: argparse.Namespace, report: Report, deadline: float) -> None:
     """FlexAttention, which compiles long and takes gigabytes."""
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    measure_all(flex_cases(), (OURS, "flex_attention"), options, report, deadline, BASELINE_ROUNDS)
+    measure_all(GROUPS["flex"], (OURS, "flex_attention"), options, report, deadline, BASELINE_ROUNDS)
 
 
 def compile_flex(options: argparse.Namespace, report: Report, deadline: float) -> None:
     """Compile what measure_flex times, while something else needs the time: it is then in inductor's cache."""
-    for case, problem in spread(_compile_flex, flex_cases()[: options.most], min(3, options.jobs), deadline, PATIENCE):
+    for case, problem in spread(_compile_flex, GROUPS["flex"][: options.most], min(3, options.jobs), deadline, PATIENCE):
         if isinstance(problem, Lost):
             report.say(f"  {case}: {problem.reason}")
     report.done()
