@@ -137,7 +137,7 @@ results: setup ## measure the CPU's figures of README and docs again, and write 
 	$(BIN)/python -m bench speed --cases cpu --csv $(CPU_RESULTS)/speed.csv
 	$(BIN)/python -m bench memory --cases cpu --csv $(CPU_RESULTS)/memory.csv
 	$(BIN)/python -m bench speed --cases cpu_bias --csv $(CPU_RESULTS)/bias.csv
-	$(BIN)/python -m bench lengths --csv $(CPU_RESULTS)/lengths.csv
+	$(BIN)/python -m bench speed --new-lengths 200 --csv $(CPU_RESULTS)/lengths.csv
 	$(BIN)/python -m bench speed --cases short,decode --csv $(CPU_RESULTS)/short.csv
 	$(BIN)/python -m bench models --lengths 512,2048,4096 --csv $(CPU_RESULTS)/models.csv
 	$(BIN)/python -m bench plot $(addprefix $(CPU_RESULTS)/,speed.csv memory.csv models.csv) --out $(CPU_RESULTS)

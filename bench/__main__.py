@@ -1,17 +1,16 @@
 """Benchmarks: ``python -m bench VERB``; ``python -m bench VERB --help`` says more.
 
-list      cases, methods and configurations
 speed     time of every method, checked first, runs interleaved
 memory    peak memory against the sequence length
-lengths   time and memory of lengths that are new to a process
 models    models of transformers, stock and enabled: checked, time and peak memory
 accuracy  errors against float64, beside those of plain torch
-tune      fastest configurations for this GPU, as a profile that the package reads
-compile   registers, spills and instructions of the compiled kernels, without a GPU
+compare   speed, host or models here and at another commit, side by side
 host      CPU overhead of a call, without a GPU
+compile   registers, spills and instructions of the compiled kernels, without a GPU
+tune      fastest tile sizes for this GPU, as a profile that the package reads
 plot      figures and tables, from CSV files alone
 readme    generated parts of the pages, from the committed rows
-verify    correctness tests of what is measured
+gpu       checks and measurements on a GPU, within minutes
 """
 
 from __future__ import annotations
@@ -24,21 +23,20 @@ from collections.abc import Sequence
 from triton_relattn._core.sizes import Parser
 
 VERBS = {
-    "list": "verbs.listing",
     "speed": "verbs.speed",
     "memory": "verbs.memory",
-    "lengths": "verbs.lengths",
     "models": "models",
     "accuracy": "verbs.accuracy",
-    "tune": "tune",
-    "compile": "compile",
+    "compare": "verbs.compare",
     "host": "verbs.host",
+    "compile": "compile",
+    "tune": "verbs.tune",
     "plot": "verbs.plot",
     "readme": "verbs.readme",
-    "verify": "verbs.verify",
+    "gpu": "gpu.__main__",
 }
 """Verb -> its module, which has add_arguments(parser) and run(options)."""
-OF_SOME_VERBS = ("matplotlib", "transformers", "triton")
+OPTIONAL = ("matplotlib", "transformers", "triton")
 """Packages that some verbs need; main says so where one is missing."""
 
 
@@ -49,17 +47,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verb = parser.parse_args(words[:1]).verb
     try:
         module = importlib.import_module(f"bench.{VERBS[verb]}")
-        of_verb = Parser(prog=f"python -m bench {verb}", description=module.__doc__)
-        module.add_arguments(of_verb)
-        options = of_verb.parse_args(words[1:])
+        raw = argparse.RawDescriptionHelpFormatter
+        verb_parser = Parser(prog=f"python -m bench {verb}", description=module.__doc__, formatter_class=raw)
+        module.add_arguments(verb_parser)
+        options = verb_parser.parse_args(words[1:])
         try:
             status: int = module.run(options)
             return status
         except argparse.ArgumentError as error:  # of arguments that do not go together
-            of_verb.error(str(error))
+            verb_parser.error(str(error))
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package not in OF_SOME_VERBS:
+        if package not in OPTIONAL:
             raise
         print(f"this needs the package {package}: pip install {package}", file=sys.stderr)
         return 2

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
+import itertools
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass, replace
-from itertools import product
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from typing import Any
 
 from triton_relattn.kernels.introspect import ARCHITECTURES, selection
 
 from .cases.attention import DTYPES
-from .cases.configurations import TILE_COLUMNS
 from .cases.features import FEATURES, Resolved
 from .cases.features import call as call_with
 from .compiled import Resources, compiled, launched, matrix_instructions, resources, selected, shuffles
@@ -24,8 +22,9 @@ from .measure.processes import processes
 from .report.progress import progress
 from .report.rows import Table, in_one_line, stamp
 from .report.text import table
-from .verbs.options import add_files, add_jobs, add_list, some_of
+from .verbs.options import add_files, add_jobs, add_list, interpreted, some_of
 
+TILE_COLUMNS = tuple(field.name for field in fields(selection.TileConfig))
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "gfx942")
 COLUMNS = (
     *("kernel", "target", "dtype", "head_dim", "rel_dim", "features", *TILE_COLUMNS),
@@ -112,11 +111,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """0 if all kernels compile, 1 if one does not, 2 if none can be compiled, 130 if interrupted."""
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        print("kernels are interpreted in this process, not compiled: unset TRITON_INTERPRET")
+    if interpreted():
         return 2
-    every = product(options.targets, options.dtypes, options.head_dims, options.features, options.kernels)
-    named = (KernelCase(kernel, target, dtype, head_dim, name) for target, dtype, head_dim, name, kernel in every)
+    product = itertools.product(options.targets, options.dtypes, options.head_dims, options.features, options.kernels)
+    named = (KernelCase(kernel, target, dtype, head_dim, name) for target, dtype, head_dim, name, kernel in product)
     cases = [case for case in named if case.exists]
     results = Table(COLUMNS, stamp("compiled, not run"), options.csv, options.json)
     interrupted = False

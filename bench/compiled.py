@@ -19,6 +19,7 @@ from triton.compiler.compiler import CompiledKernel
 
 from tools import absent_gpu
 from tools.absent_gpu import Launch, disassembled
+from triton_relattn import can_run_triton
 from triton_relattn._core.grids import GridTensors
 from triton_relattn._core.residual import keeps_residual
 from triton_relattn._core.spec import AttentionTensors
@@ -30,10 +31,16 @@ from triton_relattn.kernels.introspect import (
     forward,
     grid_backward,
     grid_forward,
+    queries_apart,
+    rows_of_program,
     selection,
+    tuning,
 )
 
-from .cases.configurations import kernels_of
+from .cases.attention import Case
+
+DIRECTIONS = {"forward": selection.KERNELS[:1], "backward": selection.KERNELS[1:], "forward+backward": selection.KERNELS}
+"""The kernels that may run."""
 
 
 @contextmanager
@@ -65,9 +72,35 @@ def selected(kernel: str, target: str, tensors: AttentionTensors | GridTensors, 
     return Call(tensors, spec, arch=target).tile(kernel)
 
 
-def launched(tensors: AttentionTensors | GridTensors, _: Any) -> list[str]:
-    """The kernels of selection.KERNELS that a call, all of whose gradients are wanted, launches; its tensors may be on "meta"."""
-    return ["forward", "dq", "dkv"] if isinstance(tensors, GridTensors) else kernels_of("forward+backward", tensors)
+def launched(tensors: AttentionTensors | GridTensors, _: Any = None) -> list[str]:
+    """The kernels of selection.KERNELS that a call, all of whose gradients are wanted, launches; its tensors may be on "meta".
+
+    rel_value's gradient takes the dtable kernel once more where there is a table for the scores as well.
+    """
+    if isinstance(tensors, GridTensors):
+        return ["forward", "dq", "dkv"]
+    names = list(tuning.kernels_of(tensors))
+    if tensors.rel_value is not None and (tensors.rel_key is not None or tensors.rel_bias is not None):
+        names.insert(names.index("dtable"), "dtable")
+    return names
+
+
+def configurations(case: Case, direction: str, device: str) -> str:
+    """The tiles of the kernels that run, first to last; "blockwise" where no kernels do."""
+    inputs = case.empty(device)
+    if not can_run_triton(inputs.query, inputs.value):
+        return "blockwise"
+    tensors, spec = case.resolved(inputs)
+    call = Call(tensors, spec)
+    names = [name for name in launched(tensors) if name in DIRECTIONS[direction]]
+    return ", ".join(f"{name} {tuning.shown(call.tile(name))}" for name in names)
+
+
+def own_tile(kernel: str, config: selection.TileConfig, dtype: torch.dtype = torch.bfloat16) -> tuple[int, int]:
+    """How many queries by how many keys or rows of a table a program adds to its sums in a turn of its loop."""
+    if kernel != "dtable":
+        return config.block_m, config.block_n
+    return config.block_m, rows_of_program(config.block_n, queries_apart(8 * dtype.itemsize))
 
 
 def compiled(
@@ -81,13 +114,13 @@ def compiled(
 
     tensors, spec: as cases.features.call returns them.
     """
-    of_grid = isinstance(tensors, GridTensors)
+    is_grid = isinstance(tensors, GridTensors)
     tiles = None if config is None else {kernel: config}
-    with recorded_launches(target, only=f"grid_{kernel}" if of_grid else kernel) as launches:
+    with recorded_launches(target, only=f"grid_{kernel}" if is_grid else kernel) as launches:
         out, softmax_stats = tensors.query, torch.empty(*tensors.query.shape[:2], 2, tensors.query.shape[2])
         if kernel == "forward":
-            grid_forward(tensors, *spec, config) if of_grid else forward(tensors, spec, config)
-        elif of_grid:
+            grid_forward(tensors, *spec, config) if is_grid else forward(tensors, spec, config)
+        elif is_grid:
             grid_backward(out, out, softmax_stats, tensors, *spec, tiles=tiles)
         else:
             assert isinstance(tensors, AttentionTensors)
@@ -123,8 +156,8 @@ class Resources:
 
     def fits(self, target: str) -> bool:
         """Whether a program can run there at all."""
-        known = architecture_of(target)
-        fits = self.shared_bytes <= known.shared_memory and self.registers <= known.most_registers
+        limits = architecture_of(target)
+        fits = self.shared_bytes <= limits.shared_memory and self.registers <= limits.most_registers
         return fits and self.tensor_memory <= 512
 
 

@@ -34,24 +34,24 @@ COLUMNS = (
     *("verb", "case", "method", "direction", "status", "batch", "seqlen", "layers", "dtype"),
     *("p20_ms", "p50_ms", "p80_ms", "rounds", "peak_bytes", "error", "checked_against"),
 )
-"""error: of the output and of the gradients of all parameters, see :func:`apart`."""
+"""error: of the output or of the gradients of all parameters, see :func:`distance`."""
 DIRECTIONS = ("forward", "forward+backward")
 METHODS = (OURS, "eager", "sdpa")
 STOCK = "stock"  # the implementation that computes what a model means to: eager, unless that is wrong
-LENGTHS = (256, 512, 1024, 2048, 4096)
 WARM_UP_LENGTH, CHECKED_LENGTH = 64, 200
 LONGEST_IN_TURN = 8192  # longer ones are timed once, while their memory is measured
 PADDING = 8  # one in so many frames
 ROUNDS = 20
 FACTOR, UNITS = 3, 8
 """Ours may be off by FACTOR times what the stock model is in the same dtype, and UNITS in the last place."""
+UNIT = "ms"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = [family.name for family in EVERY if family.name != "parakeet_attention"]
     add_list(parser, "families", tuple(FAMILIES), default)
-    usual = ",".join(map(str, LENGTHS))
-    parser.add_argument("--lengths", type=positive_numbers, default=usual, metavar="A,B", help="frames or tokens (%(default)s)")
+    lengths = "256,512,1024,2048,4096"
+    parser.add_argument("--lengths", type=positive_numbers, default=lengths, metavar="A,B", help="frames or tokens (%(default)s)")
     parser.add_argument("--batches", type=positive_numbers, default="1", metavar="A,B", help="sequences at once (%(default)s)")
     add_list(parser, "methods", (*METHODS, STOCK), METHODS)
     add_list(parser, "directions", DIRECTIONS, DIRECTIONS)
@@ -81,27 +81,28 @@ class Size(NamedTuple):
         return self.length**2 * self.batch
 
 
-Point = tuple[Size, str, str]
-"""Size, method and direction."""
-Found = dict[Point, dict[str, Any]]
+class Point(NamedTuple):
+    """What one row is about."""
+
+    size: Size
+    method: str
+    direction: str
 
 
-def make(family: Family, size: Size, options: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]:
-    """A model and its inputs."""
+def sizes(options: argparse.Namespace) -> list[Size]:
+    return sorted((Size(length, batch) for length in options.lengths for batch in options.batches), key=Size.work)
+
+
+def build(family: Family, options: argparse.Namespace) -> nn.Module:
     torch.manual_seed(0)
-    model = family.build(small=options.small, layers=options.layers).to(options.device, DTYPES[options.dtype])
-    return model, inputs(family, model, size, options)
+    return family.build(small=options.small, layers=options.layers).to(options.device, DTYPES[options.dtype])
 
 
-def inputs(family: Family, model: nn.Module, size: Size, options: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of a model's forward: sequences whose end is padding if the model takes a mask."""
-    arguments = family.make(model, size.length, [size.length - size.length // PADDING] * size.batch)
-    return moved(arguments, model)
-
-
-def moved(arguments: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Arguments on a model's device, numbers in its dtype."""
+def make_inputs(family: Family, model: nn.Module, size: Size, padding: int = PADDING) -> dict[str, Any]:
+    """The arguments of a model's forward, in its dtype: sequences whose end is padding if the model takes a mask."""
+    length = size.length - size.length // padding if padding else size.length
     like = next(model.parameters())
+    arguments = family.make(model, size.length, [length] * size.batch)
     return {name: value.to(like if value.is_floating_point() else like.device) for name, value in arguments.items()}
 
 
@@ -114,7 +115,7 @@ def use(model: nn.Module, method: str) -> None:
 
 
 def step(model: nn.Module, method: str, arguments: dict[str, Any], direction: str) -> timing.Step:
-    """Return a step of one direction: it returns the output, or that and all parameters' gradients, which stay allocated."""
+    """A step of one direction: it returns the output, or that and all parameters' gradients, which stay allocated."""
 
     def output() -> torch.Tensor:
         # Wav2Vec2-Conformer writes zeros into its input.
@@ -142,25 +143,25 @@ def check(family: Family, options: argparse.Namespace) -> dict[str, dict[str, An
     Ours may be off, in each tensor, by FACTOR times what the stock model is in its dtype. Without padding: in float64, the mask
     of some models overflows.
     """
-    model = make(family, Size(CHECKED_LENGTH), options)[0]
-    arguments = moved(family.make(model, CHECKED_LENGTH, [CHECKED_LENGTH]), model)
+    model = build(family, options)
+    arguments = make_inputs(family, model, Size(CHECKED_LENGTH), padding=0)
 
     def results(method: str) -> list[torch.Tensor]:
-        return [each.clone() for each in step(model, method, arguments, DIRECTIONS[1]).run()]
+        return [result.clone() for result in step(model, method, arguments, DIRECTIONS[1]).run()]
 
-    every = {method: results(method) for method in (*family.stock, OURS)}
+    by_method = {method: results(method) for method in (*family.stock, OURS)}
     model.double()
     arguments = {name: value.double() if value.is_floating_point() else value for name, value in arguments.items()}
     with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):  # what a model computes in float32 on purpose
         golden = results(family.stock[0])
     found: dict[str, dict[str, Any]] = {}
-    for method, result in every.items():
-        off = apart(result, golden)
-        found[method] = {"error": off, "checked_against": "float64"}
-        if off > timing.TOLERANCE[options.dtype]:
-            found[method]["status"] = f"wrong: off by {off:.3g}"
+    for method, actual in by_method.items():
+        error = distance(actual, golden)
+        found[method] = {"error": error, "checked_against": "float64"}
+        if error > timing.TOLERANCE[options.dtype]:
+            found[method]["status"] = f"wrong: off by {error:.3g}"
     names = ["out", *(name for name, parameter in model.named_parameters() if parameter.grad is not None)]
-    if problem := over_budget(names, options.dtype, every[OURS], golden, every[family.stock[0]]):
+    if problem := over_budget(names, options.dtype, by_method[OURS], golden, by_method[family.stock[0]]):
         found[OURS]["status"] = f"wrong: {problem}"
     return found
 
@@ -170,120 +171,122 @@ def norm(*tensors: torch.Tensor) -> float:
 
 
 def over_budget(names: Sequence[str], dtype: str, *results: Sequence[torch.Tensor]) -> str:
-    """The tensors that are off by too much, in words: those of ours, golden and reference."""
-    of_all, rounding = norm(*results[1]), UNITS * torch.finfo(DTYPES[dtype]).eps
+    """The tensors of ours that are off by too much, in words. results: ours, golden and reference."""
+    total, rounding = norm(*results[1]), UNITS * torch.finfo(DTYPES[dtype]).eps
     problems = []
     for name, ours, golden, reference in zip(names, *results, strict=True):
-        allowed = FACTOR * norm(reference - golden) + rounding * norm(golden) + rounding**1.5 * of_all
+        allowed = FACTOR * norm(reference - golden) + rounding * norm(golden) + rounding**1.5 * total
         if not norm(ours - golden) <= allowed:
             problems.append(f"{name} is off by {norm(ours - golden):.2g}, {allowed:.2g} is allowed")
     return "; ".join(problems)
 
 
-def apart(results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+def distance(results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
     """Distance in norm over the norm: of the output, or of all gradients together if that is more."""
     differences = [a.double() - b.double() for a, b in zip(results, expected, strict=True)]
     return max(norm(*differences[part]) / norm(*expected[part]) for part in (slice(0, 1), slice(1, None)))
 
 
-def measure(family: Family, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A row for every size, method and direction: first all peaks, while the heap has no holes, then the times, in turn."""
-    sizes = sorted((Size(length, batch) for length in options.lengths for batch in options.batches), key=Size.work)
-    methods = list(dict.fromkeys(family.stock[0] if method == STOCK else method for method in options.methods))
-    points = [(size, method, direction) for size in sizes for method in methods for direction in options.directions]
-    has = dict.fromkeys((*family.stock, OURS), "ok")
-    found: Found = {point: {"status": has.get(point[1], "does not apply: the model has none")} for point in points}
-    if not options.no_memory:
-        peaks(family, found, options)
+class Measurement:
+    """One family: a row for every size, method and direction.
 
-    map_blocks_from(LARGEST_MMAP_THRESHOLD)
-    checks = check(family, options)
-    failed: dict[str, str] = {}
-    for size in progress(sizes, lambda size: f"{family.name}: time, {size}", Size.work):
-        in_turn(family, size, found, failed, checks, options)
-        for method in methods:
-            for direction in options.directions:
-                row = {"case": family.name, "method": method, "direction": direction, "layers": options.layers}
-                row |= {"seqlen": size.length, "batch": size.batch}
-                of_point, checked = found[size, method, direction], checks.get(method, {})
+    All peaks come first, while the heap has no holes, then the times, in turn. failed: methods that had too little memory for a
+    shorter input, and why they are not tried again.
+    """
+
+    def __init__(self, family: Family, options: argparse.Namespace) -> None:
+        self.family, self.options, self.failed = family, options, dict[str, str]()
+        self.methods = list(dict.fromkeys(family.stock[0] if name == STOCK else name for name in options.methods))
+        self.found: dict[Point, dict[str, Any]] = {}
+        for size in sizes(options):
+            for method in self.methods:
+                status = "ok" if method in (*family.stock, OURS) else "does not apply: the model has none"
+                self.found |= {Point(size, method, direction): {"status": status} for direction in options.directions}
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        if not self.options.no_memory:
+            self.measure_peaks()
+        map_blocks_from(LARGEST_MMAP_THRESHOLD)
+        checks, self.failed = check(self.family, self.options), {}
+        for size in progress(sizes(self.options), lambda size: f"{self.family.name}: time, {size}", Size.work):
+            points = [point for point in self.found if point.size == size]
+            right = [point for point in points if "status" not in checks.get(point.method, {})]
+            if size.length <= LONGEST_IN_TURN:
+                self.measure_times(size, right)
+            for point in points:
+                row: dict[str, Any] = {"case": self.family.name, "method": point.method, "direction": point.direction}
+                row |= {"layers": self.options.layers, "seqlen": size.length, "batch": size.batch}
                 # What is wrong has no figures, what has no figures was not checked.
-                yield row | checked | (of_point if of_point["status"] != "ok" or "status" not in checked else {})
+                is_shown = point in right or self.found[point]["status"] != "ok"
+                yield row | checks.get(point.method, {}) | (self.found[point] if is_shown else {})
+
+    def measure_peaks(self) -> None:
+        """Peaks of all sizes, the smallest first, above model, inputs and gradients; and the time of that pass."""
+        model = build(self.family, self.options)
+
+        def label(point: Point) -> str:
+            return f"{self.family.name}: memory, {point.size}, {point.method}"
+
+        for point in progress(list(self.found), label, lambda point: point.size.work()):
+            self.attempt(partial(self.measure_peak, model, point), point)
+
+    def measure_peak(self, model: nn.Module, point: Point) -> None:
+        map_blocks_from(PAGE)
+        warm_up = make_inputs(self.family, model, Size(WARM_UP_LENGTH))
+        step(model, point.method, warm_up, point.direction).run()
+        measured = step(model, point.method, make_inputs(self.family, model, point.size), point.direction)
+        started = time.perf_counter()
+        peak = (peak_cuda if self.options.device == "cuda" else peak_cpu)(measured.run)
+        self.found[point] |= {"peak_bytes": peak, "p50_ms": 1e3 * (time.perf_counter() - started), "rounds": 1}
+
+    def measure_times(self, size: Size, points: Sequence[Point]) -> None:
+        """Times of what fits, instead of the one of the pass that its memory was measured in."""
+        model = build(self.family, self.options)
+        arguments = make_inputs(self.family, model, size)
+        timed = []
+        for point in points:
+            one = step(model, point.method, arguments, point.direction)
+            if self.options.no_memory or size.length < LONGEST_IN_TURN // 2:
+                self.attempt(one.run, point)
+            timed.append(timing.Timed(point.method, point.direction, self.found[point], step=one))
+        options = self.options
+        timing.time_in_turn(timed, options.device, options.seconds, max(ROUNDS, options.rounds), fewest=options.rounds)
+        for each in timed:
+            each.found |= timing.percentiles(each.milliseconds)
+
+    def attempt(self, work: Callable[[], object], point: Point) -> None:
+        """Do something with a method that nothing speaks against."""
+        found = self.found[point]
+        if found["status"] != "ok":
+            return
+        found["status"] = self.failed.get(point.method, "ok")
+        if point.method not in self.failed:
+            timing.attempt(work, found)
+        if found["status"] == timing.OUT_OF_MEMORY:
+            found["status"] += f": more than {short_bytes(self.options.memory_limit)}"
+            self.failed[point.method] = f"not tried: {found['status']} at {point.size}"
 
 
-def peaks(family: Family, found: Found, options: argparse.Namespace) -> None:
-    """Peaks of all sizes, the smallest first."""
-    model = make(family, Size(WARM_UP_LENGTH), options)[0]
-    failed: dict[str, str] = {}
+def timers(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
+    """For compare: each enabled model at each size, and what runs it once and returns milliseconds."""
+    for name in options.families:
+        for size in sizes(options):
+            model = build(FAMILIES[name], options)
+            arguments = make_inputs(FAMILIES[name], model, size)
+            timed = [timing.Timed(OURS, way, step=step(model, OURS, arguments, way)) for way in options.directions]
 
-    def label(point: Point) -> str:
-        return f"{family.name}: memory, {point[0]}, {point[1]}"
+            def time_once(timed: list[timing.Timed] = timed) -> dict[str, float]:
+                timing.time_in_turn(timed, options.device, 0.0, 1, fewest=1)
+                return {each.direction: each.milliseconds[-1] for each in timed}
 
-    for point in progress(list(found), label, lambda point: point[0].work()):
-        try_it(partial(peak, family, model, *point, found[point], options), point, found, failed, options)
-
-
-def try_it(work: Callable[[], object], point: Point, found: Found, failed: dict[str, str], options: argparse.Namespace) -> None:
-    """Do something with a method that nothing speaks against; failed: methods that had too little memory for less, in words."""
-    (size, method, _), of_point = point, found[point]
-    if of_point["status"] != "ok":
-        return
-    of_point["status"] = failed.get(method, "ok")
-    if method not in failed:
-        timing.attempt(work, of_point)
-    if of_point["status"] == timing.OUT_OF_MEMORY:
-        of_point["status"] += f": more than {short_bytes(options.memory_limit)}"
-        failed[method] = f"not tried: {of_point['status']} at {size}"
-
-
-def peak(
-    family: Family,
-    model: nn.Module,
-    size: Size,
-    method: str,
-    direction: str,
-    found: dict[str, Any],
-    options: argparse.Namespace,
-) -> None:
-    """peak_bytes above model, inputs and gradients of the parameters, and the milliseconds of that pass."""
-    map_blocks_from(PAGE)
-    step(model, method, inputs(family, model, Size(WARM_UP_LENGTH), options), direction).run()
-    measured = step(model, method, inputs(family, model, size, options), direction)
-    started = time.perf_counter()
-    found["peak_bytes"] = (peak_cuda if options.device == "cuda" else peak_cpu)(measured.run)
-    found |= {"p50_ms": 1e3 * (time.perf_counter() - started), "rounds": 1}
-
-
-def in_turn(
-    family: Family,
-    size: Size,
-    found: Found,
-    failed: dict[str, str],
-    checks: dict[str, dict[str, Any]],
-    options: argparse.Namespace,
-) -> None:
-    """Times of what fits and is not wrong, instead of the one of the pass that its memory was measured in."""
-    if size.length > LONGEST_IN_TURN:
-        return
-    model, arguments = make(family, size, options)
-    every = []
-    for point in found:
-        timed = timing.Timed(*point[1:])
-        if point[0] == size and "status" not in checks.get(timed.method, {}):
-            timed.step = step(model, timed.method, arguments, timed.direction)
-            if options.no_memory or size.length < LONGEST_IN_TURN // 2:
-                try_it(timed.step.run, point, found, failed, options)
-            timed.found = found[point]
-            every.append(timed)
-    timing.time_in_turn(every, options.device, options.seconds, max(ROUNDS, options.rounds), fewest=options.rounds)
-    for timed in every:
-        timed.found |= timing.percentiles(timed.milliseconds)
+            yield f"{name}, {size}", time_once
 
 
 def run(options: argparse.Namespace) -> int:
     if options.alone:
         if options.device == "cpu":
             limit_memory(options.memory_limit)
-        for row in measure(FAMILIES[options.families[0]], options):
+        for row in Measurement(FAMILIES[options.families[0]], options).rows():
             print(json.dumps(row), flush=True)
         return 0
     import transformers  # noqa: F401 - each family has a process of its own, which would end without a reason
@@ -296,15 +299,15 @@ def run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("interrupted; what has been measured is kept")
     print(tables(table.rows) + summary.remarks(table.rows))
-    ours = [row["status"] for row in table.rows if row["method"] == OURS]
-    return 1 if any(status.startswith(("wrong", "failed")) for status in ours) else 0
+    statuses = [row["status"] for row in table.rows if row["method"] == OURS]
+    return 1 if any(status.startswith(("wrong", "failed")) for status in statuses) else 0
 
 
 def in_own_process(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The rows of one family as they come: its heap starts without holes, and a lack of memory ends only it."""
     words = {"families": name, "memory-limit": options.memory_limit / 2**30}
-    words |= {each: getattr(options, each) for each in ("device", "dtype", "layers", "seconds", "rounds")}
-    words |= {each: ",".join(map(str, getattr(options, each))) for each in ("lengths", "batches", "methods", "directions")}
+    words |= {option: getattr(options, option) for option in ("device", "dtype", "layers", "seconds", "rounds")}
+    words |= {option: ",".join(map(str, getattr(options, option))) for option in ("lengths", "batches", "methods", "directions")}
     command = [sys.executable, "-m", "bench", "models", "--alone"]
     command += ["--small"] * options.small + ["--no-memory"] * options.no_memory
     command += [word for option, value in words.items() for word in (f"--{option}", str(value))]

@@ -1,41 +1,38 @@
-"""Calls to measure: sizes and kinds of attention, in named groups."""
+"""Calls to measure, compile and check: sizes and kinds of attention, in named groups."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from triton_relattn import RelativePositions
-from triton_relattn._core import validation
-from triton_relattn._core.arguments import Arguments
-from triton_relattn._core.spec import AttentionSpec, AttentionTensors
+from triton_relattn import RelativePositions, fused_relative_attention, testing
+from triton_relattn.testing import Inputs
 
 CLIPPED = 129  # rows: distances up to 64, as in Shaw's and the Conformer's clipped variants
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-
-
-class CaseTensors(NamedTuple):
-    """Tensors that a method is called with."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    table: torch.Tensor
-    rel_query: torch.Tensor | None = None
-    p2c: torch.Tensor | None = None
-    """A second table, which meets the keys."""
-
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> CaseTensors:
-        return CaseTensors._make(None if tensor is None else function(tensor) for tensor in self)
+OPERANDS = ("query", "key", "value")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call: ``batch`` sequences of ``length`` queries and keys, ``heads`` heads, one table that the heads share."""
+    """One call: ``batch`` sequences of ``length`` queries and keys, ``heads`` heads, and its relative terms.
+
+    Attributes:
+        rows: rows of the tables; None: one for every visible distance.
+        key_heads: None: as many as heads.
+        rel_dim: width of a rel_query of its own; None: the query serves.
+        num_queries: queries at the end of a sequence of ``length`` keys; None: as many as keys.
+        terms: the tables, by the names of arguments: rel_key, rel_value, rel_p2c, rel_bias (always one row per head).
+        per_head: whether tables of vectors differ between heads.
+        extent: first and last distance of the tables, where rows do not tell.
+        query_offset: position of the first query, None: queries are the last ones.
+        padding: length of each sequence's keys, as a share of length; empty: no padding.
+        group: the name of its group in GROUPS.
+    """
 
     batch: int
     heads: int
@@ -43,56 +40,67 @@ class Case:
     head_dim: int
     is_causal: bool = False
     rows: int | None = None
-    """Rows of the table; None: one for every visible pair."""
     dtype: str = "bf16"
     key_heads: int | None = None
-    """None: as many as heads."""
     rel_dim: int | None = None
-    """Width of a query of its own for the table; None: the query serves."""
     outside: str = "clamp"
     num_queries: int | None = None
-    """Queries at the end of a sequence of so many keys; None: as many as keys."""
-    p2c: bool = False
-    """Whether a second table of as many rows meets the keys."""
-    bias: bool = False
-    """Whether the table is a number for each head and distance, which is added to the scores, as in T5."""
+    terms: tuple[str, ...] = ("rel_key",)
+    per_head: bool = False
+    value_dim: int | None = None
+    extent: tuple[int, int] | None = None
+    query_offset: int | None = None
+    window: tuple[int, int] | None = None
+    padding: tuple[float, ...] = ()
     group: str = ""
-    """The name of its group in GROUPS."""
 
     def __str__(self) -> str:
         heads = f"h{self.heads}" if self.key_heads is None else f"h{self.heads}:{self.key_heads}"
-        rows = "full" if self.rows is None else f"r{self.rows}" + " zero" * (self.outside == "zero")
-        own_query = "" if self.rel_dim is None else f" dr{self.rel_dim}"
-        p2c = " p2c" * self.p2c + " bias" * self.bias
         length = f"n{self.length}" if self.num_queries is None else f"n{self.num_queries}:{self.length}"
-        return f"b{self.batch} {heads} {length} d{self.head_dim}{own_query} {rows}{p2c}{' causal' * self.is_causal} {self.dtype}"
+        words = [f"b{self.batch} {heads} {length} d{self.head_dim}"]
+        words += [f"dv{self.value_dim}"] * (self.value_dim is not None) + [f"dr{self.rel_dim}"] * (self.rel_dim is not None)
+        if self.terms:
+            words.append("full" if self.rows is None and self.extent is None else f"r{self.num_rows}")
+            words += ["zero"] * (self.outside == "zero") + ["per head"] * self.per_head
+            words += [name.removeprefix("rel_") for name in self.terms if name != "rel_key"]
+        else:
+            words.append("no table")
+        words += ["causal"] * self.is_causal + [f"window {self.window}"] * (self.window is not None)
+        words += [f"offset {self.query_offset}"] * (self.query_offset is not None) + ["padded"] * bool(self.padding)
+        return " ".join([*words, self.dtype])
 
     @property
     def positions(self) -> RelativePositions:
+        """The distances of the tables' rows."""
+        if self.extent is not None:
+            return RelativePositions(*self.extent, "zero" if self.outside == "zero" else "clamp")
         if self.outside == "zero" or (self.is_causal and self.rows is None):
             return RelativePositions(1 - self.num_rows, 0, "zero" if self.outside == "zero" else "clamp")
         return RelativePositions.centred(self.num_rows)
 
     @property
     def num_rows(self) -> int:
-        """Rows of the table."""
+        """Rows of the tables."""
+        if self.extent is not None:
+            return self.extent[1] - self.extent[0] + 1
         return self.rows or (self.length if self.is_causal else 2 * self.length - 1)
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is what every baseline computes: no grouped heads, the query for the one table, clipping, all queries."""
-        odd = (self.key_heads, self.rel_dim, self.num_queries, self.outside, self.p2c, self.bias)
-        return odd == (None, None, None, "clamp", False, False)
+        """Whether it is what every baseline computes: one shared rel_key, clipped, all queries, heads not grouped."""
+        common = replace(self, batch=1, heads=1, length=1, head_dim=1, is_causal=False, rows=None, dtype="bf16", group="")
+        return common == Case(1, 1, 1, 1)
 
     def without_table(self) -> Case:
-        """Return the case that plain attention sees."""
-        return replace(self, rows=None, rel_dim=None, outside="clamp", p2c=False, bias=False)
+        """The case that plain attention sees."""
+        return replace(self, terms=(), rows=None, rel_dim=None, outside="clamp", per_head=False, extent=None)
 
     def resized(self, length: int, **changes: Any) -> Case:
         return replace(self, length=length, **changes)
 
     def columns(self) -> dict[str, Any]:
-        """Return the columns of a row of results that describe the case."""
+        """The columns of a row of results that describe the case."""
+        rows = "full" if self.rows is None else f"{self.outside} {self.rows}"
         return {
             "group": self.group,
             "case": str(self),
@@ -102,59 +110,79 @@ class Case:
             "seqlen": self.length,
             "head_dim": self.head_dim,
             "rel_dim": self.rel_dim or self.head_dim,
-            "table": ("full" if self.rows is None else f"{self.outside} {self.rows}") + " p2c" * self.p2c + " bias" * self.bias,
+            "table": " ".join([rows, *(name.removeprefix("rel_") for name in self.terms if name != "rel_key")]),
             "is_causal": self.is_causal,
             "dtype": self.dtype,
         }
 
-    def flops(self, direction: str, has_table: bool) -> tuple[float, float]:
-        """As FlashAttention counts them (4 B H N^2 D, half if causal, 2.5 times that backward), and with the table's products."""
+    def flops(self, direction: str) -> tuple[float, float]:
+        """As FlashAttention counts them (4 B H N^2 D, half if causal, 2.5 times that backward), and with the tables' products."""
         pairs = self.batch * self.heads * (self.num_queries or self.length) * self.length / (2 if self.is_causal else 1)
-        width = 0 if self.bias else (self.rel_dim or self.head_dim) + self.head_dim * self.p2c
-        term = 2.0 * min(self.length, self.num_rows) / self.length * width * has_table
-        of_direction = {"forward": (1.0, 1.0), "backward": (2.5, 3.0), "forward+backward": (3.5, 4.0)}
-        plain, of_table = of_direction[direction]
-        return plain * 4 * pairs * self.head_dim, pairs * (plain * 4 * self.head_dim + of_table * term)
+        widths = {"rel_key": self.rel_dim or self.head_dim, "rel_p2c": self.head_dim, "rel_value": self.head_dim}
+        per_pair = sum(2.0 * min(1.0, self.num_rows / self.length) * widths.get(name, 0) for name in self.terms)
+        factors = {"forward": (1.0, 1.0), "backward": (2.5, 3.0), "forward+backward": (3.5, 4.0)}
+        plain, with_tables = factors[direction]
+        return plain * 4 * pairs * self.head_dim, pairs * (plain * 4 * self.head_dim + with_tables * per_pair)
 
-    def inputs(self, device: str) -> tuple[CaseTensors, torch.Tensor]:
-        """Normally distributed tensors that want gradients, and the gradient of the output. Always the same."""
-        generator = torch.Generator(device).manual_seed(0)
-
-        def normal(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=generator, device=device, dtype=DTYPES[self.dtype]).requires_grad_()
-
-        inputs = self.tensors(normal)
-        return inputs, normal(*inputs.query.shape).detach()
-
-    def tensors(self, make: Callable[..., torch.Tensor]) -> CaseTensors:
-        """The inputs, each made from its shape."""
+    def make(self, draw: Callable[..., torch.Tensor]) -> Inputs:
+        """The tensors of the call, each drawn from its shape."""
         queries = (self.batch, self.heads, self.num_queries or self.length)
         keys = (self.batch, self.key_heads or self.heads, self.length)
-        query, key, value = make(*queries, self.head_dim), make(*keys, self.head_dim), make(*keys, self.head_dim)
-        rel_query = None if self.rel_dim is None else make(*queries, self.rel_dim)
-        p2c = make(self.num_rows, self.head_dim) if self.p2c else None
-        sizes = (self.heads, self.num_rows) if self.bias else (self.num_rows, self.rel_dim or self.head_dim)
-        return CaseTensors(query, key, value, make(*sizes), rel_query, p2c)
+        value_dim, rel_dim = self.value_dim or self.head_dim, self.rel_dim or self.head_dim
+        query, key, value = draw(*queries, self.head_dim), draw(*keys, self.head_dim), draw(*keys, value_dim)
+        d_out, d_lse = draw(*queries, value_dim), draw(*queries)
+        rows = (*(self.heads,) * self.per_head, self.num_rows)
+        shapes = {"rel_key": (*rows, rel_dim), "rel_value": (*rows, value_dim), "rel_p2c": (*rows, self.head_dim)}
+        shapes["rel_bias"] = (self.heads, self.num_rows)
+        tables = {"rel_key": None, **{name: draw(*shapes[name]) for name in self.terms}}
+        if self.rel_dim is not None and self.terms:
+            tables["rel_query"] = draw(*queries, self.rel_dim)
+        return Inputs(query, key, value, d_out=d_out, d_lse=d_lse.to(torch.promote_types(d_lse.dtype, torch.float32)), **tables)
 
-    def terms(self, inputs: CaseTensors, has_table: bool = True) -> dict[str, Any]:
-        """Return the arguments of fused_relative_attention besides query, key and value."""
+    def inputs(self, device: str, sharp: bool = False) -> Inputs:
+        """Normally distributed tensors, always the same. sharp: attention looks at few keys, as of testing.make_inputs."""
+        generator = torch.Generator(device).manual_seed(0)
+        inputs = self.make(partial(torch.randn, generator=generator, device=device, dtype=DTYPES[self.dtype]))
+        if not sharp:
+            return inputs
+        rel_query = None if inputs.rel_query is None else inputs.rel_query * testing.SHARP_FACTOR
+        inputs = inputs._replace(query=inputs.query * testing.SHARP_FACTOR, rel_query=rel_query)
+        return inputs._replace(value=inputs.value + testing.SHARP_SHIFT, d_out=inputs.d_out + testing.SHARP_SHIFT)
+
+    def empty(self, device: str = "cpu") -> Inputs:
+        """Tensors of which only the shapes matter: they take no memory until they are touched."""
+        return self.make(lambda *shape: torch.empty(shape, dtype=DTYPES[self.dtype], device=device))
+
+    def tables(self, inputs: Inputs) -> dict[str, torch.Tensor]:
+        """rel_query and the tables, by the names of arguments."""
+        names = (*self.terms, "rel_query") if self.terms else ()
+        return {name: tensor for name in names if (tensor := getattr(inputs, name)) is not None}
+
+    def options(self, inputs: Inputs) -> dict[str, Any]:
+        """The other arguments of fused_relative_attention."""
         options: dict[str, Any] = {"is_causal": self.is_causal, "enable_gqa": self.key_heads is not None}
-        options["query_offset"] = self.length - (self.num_queries or self.length)
-        if has_table and self.bias:
-            options |= {"rel_bias": inputs.table, "positions": self.positions}
-        elif has_table:
-            options |= {"rel_key": inputs.table, "rel_query": inputs.rel_query, "positions": self.positions}
-            options["rel_p2c"] = inputs.p2c
-        return options
+        last = self.length - (self.num_queries or self.length)
+        options["query_offset"] = last if self.query_offset is None else self.query_offset
+        if self.window is not None:
+            options["window_size"] = self.window
+        if self.padding:
+            lengths = [int(share * self.length) for share in self.padding]
+            options["key_lengths"] = torch.tensor(lengths, dtype=torch.int32, device=inputs.query.device)
+        return options | ({"positions": self.positions} if self.terms else {})
 
-    def resolved(self, inputs: CaseTensors, has_table: bool = True) -> tuple[AttentionTensors, AttentionSpec]:
-        """The same call as the launchers of the kernels see it, without gradients."""
-        inputs = inputs.map(torch.Tensor.detach)
-        return validation.resolve(Arguments(*inputs[:3], **self.terms(inputs, has_table)))
+    def attend(self, inputs: Inputs, implementation: str | None = None) -> torch.Tensor:
+        """The output of fused_relative_attention."""
+        arguments: dict[str, Any] = self.tables(inputs) | self.options(inputs)
+        out: torch.Tensor = fused_relative_attention(*inputs[:3], **arguments, implementation=implementation)
+        return out
 
-    def empty(self, device: str = "cpu") -> CaseTensors:
-        """Tensors that nothing is known of but their shapes: they take no memory until they are touched."""
-        return self.tensors(partial(torch.empty, dtype=DTYPES[self.dtype], device=device))
+    def resolved(self, inputs: Inputs) -> tuple[Any, Any]:
+        """AttentionTensors and AttentionSpec, as the launchers of the kernels get the call."""
+        from triton_relattn._core import validation
+        from triton_relattn._core.arguments import Arguments
+
+        arguments: dict[str, Any] = self.tables(inputs) | self.options(inputs)
+        return validation.resolve(Arguments(*inputs[:3], **arguments))
 
 
 def _long() -> Iterator[Case]:
@@ -171,10 +199,11 @@ SHORT = (
     *((32, 8, 128, 64), (16, 12, 128, 64), (8, 12, 250, 64), (16, 2, 150, 96), (16, 4, 200, 64)),
 )
 """Batch, heads, length and width: of small ones many; and batches of T5, MPNet, WavLM, VITS and a Conformer."""
+BIAS, P2C = ("rel_bias",), ("rel_key", "rel_p2c")
 
 GROUPS: dict[str, Sequence[Case]] = {
     "cpu": [Case(1, 8, 512 << k, 64, dtype="fp32") for k in range(6)],
-    "cpu_bias": [Case(1, 8, 512 << k, 64, dtype="fp32", bias=True) for k in range(4)],
+    "cpu_bias": [Case(1, 8, 512 << k, 64, dtype="fp32", terms=BIAS) for k in range(4)],
     "long": list(_long()),
     "speech": [Case(32, 8, length, head_dim) for length in (500, 1500, 1000, 200) for head_dim in (64, 128)],
     "short": [Case(*sizes, dtype="fp32") for sizes in SHORT],
@@ -184,10 +213,16 @@ GROUPS: dict[str, Sequence[Case]] = {
     "memory": [Case(1, 8, 512 << k, 64) for k in range(8)],
     "deberta": [
         *(Case(2, 12, 8192, 64, rows=rows) for rows in (None, 511)),
-        *(Case(16384 // n, 12, n, 64, rows=rows, p2c=True) for n, rows in ((512, None), (2048, 1047), (8192, 1047))),
+        *(Case(16384 // n, 12, n, 64, rows=rows, terms=P2C) for n, rows in ((512, None), (2048, 1047), (8192, 1047))),
     ],
-    "t5": [Case(16384 // length, 32, length, 64, bias=True) for length in (2048, 512, 1024, 4096)],
+    "t5": [Case(16384 // length, 32, length, 64, terms=BIAS) for length in (2048, 512, 1024, 4096)],
     "inkling": [Case(1, 64, 8192, 128, True, 1024, key_heads=8, rel_dim=16, outside="zero")],
+    "dense": [
+        *(Case(2, 32, 4096, 64, terms=terms) for terms in (("rel_key",), BIAS)),
+        *(Case(16, 32, 1024, 64, terms=terms) for terms in (("rel_key",), BIAS)),
+        Case(16, 16, 1024, 128, True),
+    ],
+    "flex": [Case(4, 16, 4096, 128), Case(4, 32, 4096, 64, False, CLIPPED), Case(8, 32, 2048, 64, terms=BIAS)],
     "small": [Case(1, 2, length, 16, is_causal, rows, "fp32") for length, is_causal, rows in ((64, False, None), (96, True, 9))],
 }
 """cpu, cpu_bias: one layer in float32, with a full table, and with a bias alone, as in T5.
@@ -196,6 +231,8 @@ short: short sequences in batches. cpu_bf16, short_bf16: the same in bfloat16, f
 decode: one query and a cache of keys. memory: one layer, ever longer.
 deberta, inkling: the sizes that others report; DeBERTa v3 base, whose buckets tell distances up to 523 apart.
 t5: a bias alone.
+dense: of 4,096 positions only two sequences, since dense tensors of four have 2^31 elements, which some backends refuse.
+flex: FlexAttention captures Q E^T, for which the same holds from 64 heads on.
 small: for trying things out."""
 
 
@@ -207,3 +244,9 @@ def choose(groups: Sequence[str], lengths: Sequence[int] = ()) -> list[Case]:
     """The cases of some groups, those of the given lengths only if there are any. Raises KeyError."""
     cases = [replace(case, group=group) for group in groups for case in GROUPS[group]]
     return [case for case in cases if not lengths or case.length in lengths]
+
+
+def gpu_cases() -> list[Case]:
+    """What is timed on a GPU, the most telling calls first: what time is left for decides how far it goes."""
+    long, speech = choose(["long"]), choose(["speech"], (200, 500))
+    return [*long[:8], *speech[:2], *choose(["t5"]), *long[8:16], *speech[2:], *long[16:], *choose(["deberta", "inkling"])]

@@ -7,9 +7,13 @@ cd "$(dirname "$0")/../.."
 export TRITON_CACHE_DIR=/tmp/relattn-cache TRITON_STORE_BINARY_ONLY=1
 RESULTS=$(mktemp -d)
 trap 'rm -rf "$RESULTS"' EXIT
-rm -rf "$TRITON_CACHE_DIR"
+rm -rf "$TRITON_CACHE_DIR" .gpu/before
+if [ -n "${BEFORE:-}" ]; then # a commit to compare with
+    mkdir -p .gpu/before
+    git archive "$BEFORE" triton_relattn | tar x -C .gpu/before
+fi
 jobs=()
-for parts in smoke,repeats,questions,correctness speed,flex,baselines,variants,memory,workspaces,graphs,host; do
+for parts in smoke,repeats,correctness speed,flex,baselines,memory,host,before; do
     "${PYTHON:-python3}" -m bench.gpu --stub --results "$RESULTS/${parts%%,*}" --seconds 3600 --parts "$parts" &
     jobs+=($!)
 done

@@ -1,9 +1,8 @@
 """The whole program without a GPU: torch takes "cuda" for the CPU, kernels are compiled and launched on a stub of the driver, and
 not run; times are made up.
 
-So it is seen before there is a GPU that no part raises, and that what is timed has been checked. Sizes are real, numbers are not:
-tensors stay uninitialised, methods of others compute nothing, and no result is compared. RELATTN_STUB_FAULT=forward lets checks
-fail whose forward kernel has more than one stage, "forward:always" all that run it.
+So it is seen before there is a GPU that no part raises. Sizes are real, numbers are not: tensors stay uninitialised, methods of
+others compute nothing, and no result is compared. RELATTN_STUB_FAULT=out lets all checks of that result fail.
 """
 
 from __future__ import annotations
@@ -19,30 +18,29 @@ from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
-from triton.runtime.jit import JITFunction
 
-from bench.cases import configurations
-from bench.cases.attention import Case, CaseTensors
-from bench.cases.methods import METHODS, OF_OURS
+from bench import compiled
+from bench.cases.attention import Case
+from bench.cases.methods import METHODS, OUR_METHODS
 from bench.compiled import selected_for
 from bench.measure import timing
 from tools.stub_gpu import stub_gpu
 from triton_relattn import _implementations as implementations
 from triton_relattn import grids
+from triton_relattn.testing import Inputs
 
 from . import checks
 
 NAME = "no GPU: a stub of its driver"
-SAYS = "no GPU: times are not real, and results were not compared"
+NOTE = "no GPU: times are not real, and results were not compared"
 FAULT = "RELATTN_STUB_FAULT"
-WRONG = {"forward": "out", "dq": "d_query", "dkv": "d_key", "dtable": "d_rel_key"}
 
 
 class _OnTheCPU(TorchFunctionMode):
     """Whatever asks for a GPU gets the CPU."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = (_moved(each) for each in args), {name: _moved(each) for name, each in (kwargs or {}).items()}
+        args, kwargs = (_moved(value) for value in args), {name: _moved(value) for name, value in (kwargs or {}).items()}
         return function(*args, **kwargs)
 
 
@@ -85,7 +83,7 @@ def _returns(value: Any) -> Callable[..., Any]:
 PROPERTIES = SimpleNamespace(
     name=NAME, major=9, minor=0, multi_processor_count=132, total_memory=80 << 30, L2_cache_size=50 << 20, warp_size=32
 )
-OF_TORCH = {
+TORCH_CUDA = {
     "is_available": _returns(True),
     "is_initialized": _returns(True),
     "synchronize": _returns(None),
@@ -100,8 +98,6 @@ OF_TORCH = {
     "empty_cache": _returns(None),
     "mem_get_info": _returns((79 << 30, 80 << 30)),
     "_sleep": _returns(None),
-    "clock_rate": _returns(1),
-    "power_draw": _returns(1),
     "Event": _Event,
     "current_stream": _returns(mock.MagicMock()),
     "Stream": mock.MagicMock,
@@ -111,24 +107,11 @@ OF_TORCH = {
 }
 
 
-_run, _ran = JITFunction.run, list[Any]()
-"""The kernels that ran since the last inputs or judgement."""
-
-
-def _run_and_note(kernel: JITFunction, *arguments: Any, **options: Any) -> Any:
-    compiled = _run(kernel, *arguments, **options)
-    _ran.append(compiled)
-    return compiled
-
-
 def _judged(results: dict[str, torch.Tensor], *_: Any) -> dict[str, Any]:
-    """Results are right, but for those of a kernel that has the fault."""
-    kernel, _colon, how = os.environ.get(FAULT, "").partition(":")
-    ran = [each for each in _ran if each.name == f"{kernel}_kernel"]
-    _ran.clear()
+    """Results are right, but for the one that has the fault."""
     row: dict[str, Any] = dict.fromkeys(results, "0")
-    if kernel and WRONG[kernel] in results and any(how == "always" or each.metadata.num_stages > 1 for each in ran):
-        return {**row, "status": "FAILED", "message": f"{WRONG[kernel]}: a fault that was asked for"}
+    if (fault := os.environ.get(FAULT)) in results:
+        return {**row, "status": "FAILED", "message": f"{fault}: a fault that was asked for"}
     return {**row, "status": "ok", "message": ""}
 
 
@@ -142,40 +125,37 @@ class _Nothing(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *_: torch.Tensor) -> Any:
-        return tuple(torch.empty_like(each) for each in context.saved_tensors)
+        return tuple(torch.empty_like(saved) for saved in context.saved_tensors)
 
 
-def _of_others(_: Case) -> Callable[[CaseTensors], torch.Tensor]:
-    return lambda inputs: _Nothing.apply(*[each for each in inputs if each is not None])
+def _computes_nothing(case: Case) -> Callable[[Inputs], torch.Tensor]:
+    return lambda inputs: _Nothing.apply(*inputs[:3], *case.tables(inputs).values())
 
 
-def _inputs(case: Case, _: str) -> tuple[CaseTensors, torch.Tensor]:
-    _ran.clear()
-    inputs = case.empty().map(torch.Tensor.requires_grad_)
-    return inputs, torch.empty_like(inputs.query).detach()
+def _inputs(case: Case, _device: str, _sharp: bool = False) -> Inputs:
+    return case.empty()
 
 
 @contextmanager
 def without_a_gpu() -> Iterator[None]:
     """Within, this process takes a stub for an H100."""
-    of_name = implementations.choose_implementation
+    choose = implementations.choose_implementation
 
     def chosen(name: str | None, *others: Any) -> Any:
-        return implementations.TRITON if name in (None, "triton") else of_name(name, *others)
+        return implementations.TRITON if name in (None, "triton") else choose(name, *others)
 
     with ExitStack() as stack:
         stack.enter_context(stub_gpu(records=False))
         stack.enter_context(selected_for("sm_90"))
         stack.enter_context(_OnTheCPU())
-        others = {name: replace(each, make=_of_others) for name, each in METHODS.items() if name not in OF_OURS}
+        others = {name: replace(METHODS[name], make=_computes_nothing) for name in METHODS if name not in OUR_METHODS}
         stack.enter_context(mock.patch.dict(METHODS, others))
-        replaced: list[tuple[Any, str, Any]] = [(torch.cuda, name, value) for name, value in OF_TORCH.items()]
-        replaced += [(torch.cuda.profiler, name, _returns(None)) for name in ("start", "stop")]
+        replaced: list[tuple[Any, str, Any]] = [(torch.cuda, name, value) for name, value in TORCH_CUDA.items()]
         replaced += [(implementations, "choose_implementation", chosen), (grids, "choose_implementation", chosen)]
-        replaced += [(checks, "judge", _judged), (Case, "inputs", _inputs), (JITFunction, "run", _run_and_note)]
+        replaced += [(checks, "judge", _judged), (Case, "inputs", _inputs)]
         replaced += [(timing, "distance", _returns(0.0)), (timing, "FLUSH_BYTES", 1)]
-        replaced += [(timing, "expected_of_heads", _returns(timing.Expected((torch.empty(0),) * 4, "nothing")))]
-        replaced += [(configurations, "can_run_triton", _returns(True)), (torch, "Generator", _Generator)]
+        replaced += [(timing, "expected_of_one_head", _returns(timing.Expected((torch.empty(0),) * 4, "nothing")))]
+        replaced += [(compiled, "can_run_triton", _returns(True)), (torch, "Generator", _Generator)]
         replaced += [(torch, "equal", _returns(True))]
         replaced += [(torch.Tensor, "isfinite", lambda tensor: torch.ones_like(tensor, dtype=torch.bool))]
         for owner, attribute, value in replaced:

@@ -72,12 +72,12 @@ def watch(command: Sequence[str], seconds: float, hear: Callable[[str], None], *
     )
 
     def listen() -> None:
-        left, output = MOST_OUTPUT, process.stdout
+        room, output = MOST_OUTPUT, process.stdout
         assert output is not None
         for line in iter(partial(output.readline, 4096), ""):
-            if left > 0:
+            if room > 0:
                 hear(line.rstrip("\n"))
-                if (left := left - len(line)) <= 0:
+                if (room := room - len(line)) <= 0:
                     hear(f"... more than {MOST_OUTPUT} characters: the rest is left out")
 
     listener = threading.Thread(target=listen, daemon=True)
@@ -194,7 +194,7 @@ def spread(
                 else:
                     worker.dismiss()
                 done.append((worker.item, result))
-            for worker in [each for each in busy.values() if time.monotonic() > each.since + patience]:
+            for worker in [slow for slow in busy.values() if time.monotonic() > slow.since + patience]:
                 busy.pop(worker.connection).dismiss()
                 done.append((worker.item, Lost(f"no result after {patience:.0f} s")))
             yield from done

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 
 from triton_relattn._peaks import OUT_OF_MEMORY, is_out_of_memory, peak_cuda
+from triton_relattn.testing import Inputs
 
-from ..cases.attention import DTYPES, Case, CaseTensors
+from ..cases.attention import DTYPES, OPERANDS, Case
 from ..cases.methods import METHODS, OURS, Function, ours
 from ..report.rows import in_one_line
 
@@ -21,8 +22,8 @@ DIRECTIONS = ("forward", "backward", "forward+backward")
 TOLERANCE = {"fp32": 1e-3, "fp16": 0.02, "bf16": 0.1}
 """Relative distance in norm at which a method counts as wrong. Dense methods in 16 bits round every score; a wrong formula is
 off by about 1. How good ours are is for the tests, which run before."""
-LARGEST_GOLDEN = {"cpu": 8 * 4096**2, "cuda": 1 << 62}
-"""Pairs of query and key, times heads and batch, up to which a float64 result is worth its time."""
+LARGEST_GOLDEN = 8 * 4096**2
+"""Pairs of query and key, times heads and batch, up to which a float64 result on a CPU is worth its time."""
 FLUSH_BYTES = 256 << 20  # more than any L2 cache
 HEAD_START_CYCLES = 2_000_000  # about a millisecond in which the host queues what is timed
 HEAD_START_MS = 1.0  # at 2 GHz, which is more than the clock of any of these GPUs' multiprocessors
@@ -38,116 +39,115 @@ class Step(NamedTuple):
         return self.call(self.before())
 
 
-_NOTHING = Step(lambda: None, lambda _: ())
+def step(work: Callable[[], Any]) -> Step:
+    """A step with nothing before it, whose results do not matter."""
+    return Step(lambda: None, lambda _: (work(), ())[1])  # type: ignore[arg-type, return-value]
 
 
 @dataclass
 class Timed:
-    """One direction of a method, and what is found out about it: columns of a row."""
+    """One direction of a method, and what is found out about it: columns of a row.
+
+    queued: on a GPU, milliseconds in which the host queued the work.
+    """
 
     method: str
     direction: str
     found: dict[str, Any] = field(default_factory=lambda: {"status": "ok"})
     milliseconds: list[float] = field(default_factory=list)
     queued: list[float] = field(default_factory=list)
-    """On a GPU: milliseconds in which the host queued the work."""
-    step: Step = _NOTHING
+    step: Step = field(default_factory=lambda: step(lambda: None))
 
     @property
     def is_ok(self) -> bool:
         return bool(self.found["status"] == "ok")
 
 
-def steps(function: Function, inputs: CaseTensors, d_out: torch.Tensor, has_table: bool) -> dict[str, Step]:
-    """One per direction; they return the output, or the gradients, or both."""
-
-    count = len(inputs) if has_table else 3
-    leaves = [tensor for tensor in inputs[:count] if tensor is not None]
-    wanting = CaseTensors._make((*inputs[:count], *inputs.map(torch.Tensor.detach)[count:]))
+def steps(case: Case, function: Function, inputs: Inputs) -> dict[str, Step]:
+    """One per direction; they return the output, or the gradients of operands and tables, or both."""
+    tensors = {name: getattr(inputs, name) for name in OPERANDS} | case.tables(inputs)
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in tensors.items()}
+    with_gradients = inputs._replace(**leaves)
 
     def forward(_: None) -> Sequence[torch.Tensor]:
         with torch.no_grad():
             return (function(inputs),)
 
     def backward(out: torch.Tensor) -> Sequence[torch.Tensor]:
-        return torch.autograd.grad(out, leaves, d_out)
+        return torch.autograd.grad(out, list(leaves.values()), inputs.d_out)
 
     def both(_: None) -> Sequence[torch.Tensor]:
-        out = function(wanting)
+        out = function(with_gradients)
         return (out.detach(), *backward(out))
 
     return {
-        "forward": Step(_NOTHING.before, forward),
-        "backward": Step(lambda: function(wanting), backward),
-        "forward+backward": Step(_NOTHING.before, both),
+        "forward": Step(lambda: None, forward),
+        "backward": Step(lambda: function(with_gradients), backward),
+        "forward+backward": Step(lambda: None, both),
     }
-
-
-def golden(
-    case: Case, inputs: CaseTensors, d_out: torch.Tensor, device: str, has_table: bool
-) -> tuple[Sequence[torch.Tensor], str]:
-    """Output and gradients to compare with, and what they are: float64, or those of this package for cases that are large or
-    for which float64 has too little memory."""
-
-    def results(dtype: torch.dtype, implementation: str | None) -> Sequence[torch.Tensor]:
-        given = inputs.map(lambda tensor: tensor.detach().to(dtype).requires_grad_())
-        return steps(ours(case, has_table, implementation), given, d_out.to(dtype), has_table)["forward+backward"].run()
-
-    if case.batch * case.heads * case.length**2 <= LARGEST_GOLDEN[device]:
-        try:
-            return results(torch.float64, "blockwise"), "float64"
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-    return results(DTYPES[case.dtype], None), OURS
 
 
 @dataclass
 class Expected:
-    """Output and gradients to compare with, what they are, and which part of a method's results they are of."""
+    """Output and gradients to compare with, where they come from, and which part of a method's results they are."""
 
     results: Sequence[torch.Tensor]
     against: str
-    of: Callable[[torch.Tensor], torch.Tensor] = lambda result: result
+    part: Callable[[torch.Tensor], torch.Tensor] = lambda result: result
 
 
-def expected_of_heads(case: Case, inputs: CaseTensors, d_out: torch.Tensor, has_table: bool) -> Expected:
-    """Return out, d_query, d_key and d_value in float64, of one head of the key in the first sequence and in the last.
+def expected_results(case: Case, inputs: Inputs) -> Expected:
+    """In float64; of cases that are large, or for which float64 has too little memory, those of this package."""
+
+    def results(dtype: torch.dtype, implementation: str | None) -> Sequence[torch.Tensor]:
+        return steps(case, ours(case, implementation), inputs.to(dtype))["forward+backward"].run()
+
+    if case.batch * case.heads * case.length**2 <= LARGEST_GOLDEN:
+        try:
+            return Expected(results(torch.float64, "blockwise"), "float64")
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+    return Expected(results(DTYPES[case.dtype], None), OURS)
+
+
+def expected_of_one_head(case: Case, inputs: Inputs) -> Expected:
+    """out, d_query, d_key and d_value in float64, of one head of the key in the first sequence and in the last.
 
     Heads do not depend on each other, and all of a long call takes seconds. Gradients of tables, which heads share, are left out.
     """
     key_heads = case.key_heads or case.heads
+    group = case.heads // key_heads
 
-    def chosen(tensor: torch.Tensor) -> torch.Tensor:
+    def part(tensor: torch.Tensor) -> torch.Tensor:
         return tensor[:: max(1, case.batch - 1), : tensor.shape[1] // key_heads]
 
-    group = case.heads // key_heads
-    query, key, value, table, rel_query, p2c = inputs
-    rel_query = None if rel_query is None else chosen(rel_query)
-    part = CaseTensors(chosen(query), chosen(key), chosen(value), table[:group] if case.bias else table, rel_query, p2c)
-    part = part.map(lambda tensor: tensor.detach().double().requires_grad_())
-    few = replace(case, batch=part.query.shape[0], heads=group, key_heads=None if case.key_heads is None else 1)
-    every = steps(ours(few, has_table, "blockwise"), part, chosen(d_out).double(), has_table)["forward+backward"].run()
-    return Expected(every[:4], "float64, one head of two sequences", chosen)
+    chosen = {name: part(getattr(inputs, name)) for name in (*OPERANDS, "d_out", "d_lse")}
+    if inputs.rel_query is not None:
+        chosen["rel_query"] = part(inputs.rel_query)
+    if inputs.rel_bias is not None:
+        chosen["rel_bias"] = inputs.rel_bias[:group]
+    few = replace(case, batch=chosen["query"].shape[0], heads=group, key_heads=None if case.key_heads is None else 1)
+    results = steps(few, ours(few, "blockwise"), inputs._replace(**chosen).to(torch.float64))["forward+backward"].run()
+    return Expected(results[:4], "float64, one head of two sequences", part)
 
 
 def distance(results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
     """The largest relative distance in norm; infinite if anything is not finite or the shapes differ."""
-    if [result.shape for result in results] != [each.shape for each in expected]:
+    if [result.shape for result in results] != [wanted.shape for wanted in expected]:
         return float("inf")
-    apart = [float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(results, expected, strict=True)]
-    return max(float("inf") if each != each else each for each in apart)
+    distances = [float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(results, expected, strict=True)]
+    return max(float("inf") if found != found else found for found in distances)
 
 
 def check(timed: Timed, expected: Expected, case: Case) -> None:
     """Run once, which also warms up, and compare."""
     results = expected.results
-    of_direction = {"forward": results[:1], "backward": results[1:], "forward+backward": results}
-    wanted = of_direction[timed.direction]
-    apart = distance([expected.of(result) for result in timed.step.run()[: len(wanted)]], wanted)
-    timed.found |= {"error": apart, "checked_against": expected.against}
-    if not apart <= TOLERANCE[case.dtype]:
-        timed.found["status"] = f"wrong: differs from {expected.against} by {apart:.3g}"
+    wanted = {"forward": results[:1], "backward": results[1:], "forward+backward": results}[timed.direction]
+    error = distance([expected.part(result) for result in timed.step.run()[: len(wanted)]], wanted)
+    timed.found |= {"error": error, "checked_against": expected.against}
+    if not error <= TOLERANCE[case.dtype]:
+        timed.found["status"] = f"wrong: differs from {expected.against} by {error:.3g}"
 
 
 def attempt(work: Callable[[], object], found: dict[str, Any]) -> None:
@@ -166,39 +166,26 @@ def prepare(case: Case, methods: Sequence[str], directions: Sequence[str], devic
     Args:
         not_tried: methods that have failed before, and why they are not tried again.
     """
-    inputs, d_out = case.inputs(device)
-    every: list[Timed] = []
-    expected: dict[bool, Expected] = {}
+    inputs = case.inputs(device)
+    prepared: list[Timed] = []
+    expected: dict[Case, Expected] = {}
     for name in methods:
-        method = METHODS[name]
+        method, computed = METHODS[name], METHODS[name].case(case)
         reason = method.why_not(case, device)
         status = f"does not apply: {reason}" if reason else not_tried.get(name, "ok")
-        of_method = [Timed(name, direction, {"status": status}) for direction in directions]
-        every += of_method
-        if status != "ok":
-            continue
-        if method.has_table not in expected:
-            given = (case, inputs, d_out)
-            expected[method.has_table] = (
-                expected_of_heads(*given, method.has_table)
-                if device == "cuda"
-                else Expected(*golden(*given, device, method.has_table))
-            )
-        for timed in of_method:
-            attempt(partial(_make_and_check, timed, case, inputs, d_out, device, expected[method.has_table]), timed.found)
-    return every
+        for direction in directions:
+            timed = Timed(name, direction, {"status": status})
+            prepared.append(timed)
+            if status == "ok":
+                if computed not in expected:
+                    expect = expected_of_one_head if device == "cuda" else expected_results
+                    expected[computed] = expect(computed, inputs)
+                attempt(partial(_make_and_check, timed, computed, inputs, device, expected[computed]), timed.found)
+    return prepared
 
 
-def _make_and_check(
-    timed: Timed,
-    case: Case,
-    inputs: CaseTensors,
-    d_out: torch.Tensor,
-    device: str,
-    expected: Expected,
-) -> None:
-    method = METHODS[timed.method]
-    timed.step = steps(method.make(case), inputs, d_out, method.has_table)[timed.direction]
+def _make_and_check(timed: Timed, case: Case, inputs: Inputs, device: str, expected: Expected) -> None:
+    timed.step = steps(case, METHODS[timed.method].make(case), inputs)[timed.direction]
     check(timed, expected, case)
     if timed.is_ok and device == "cuda":
         before = timed.step.before()
@@ -223,14 +210,14 @@ def _start(step: Step, flush: torch.Tensor | None) -> tuple[Callable[[], float],
     return lambda: start.elapsed_time(stop), 1e3 * (time.perf_counter() - started)
 
 
-def time_in_turn(every: Sequence[Timed], device: str, seconds: float, rounds: int, fewest: int = 3) -> None:
+def time_in_turn(prepared: Sequence[Timed], device: str, seconds: float, rounds: int, fewest: int = 3) -> None:
     """Rounds of all that can be timed, each in an order of its own, until the seconds are spent, but at least a few.
 
     They have run before, to be checked; on a GPU a round more is left out, since its clocks rise with work.
     """
     warm_up = 1 if device == "cuda" else 0
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda") if device == "cuda" else None
-    order, shuffle, started = [timed for timed in every if timed.is_ok], random.Random(0).shuffle, time.monotonic()
+    order, shuffle, started = [timed for timed in prepared if timed.is_ok], random.Random(0).shuffle, time.monotonic()
     for number in range(-warm_up, rounds):
         shuffle(order)
         readings = [(timed, _start(timed.step, flush)) for timed in order]
@@ -244,11 +231,19 @@ def time_in_turn(every: Sequence[Timed], device: str, seconds: float, rounds: in
             break
 
 
-OF_GPU = ("queued_ms", "waits_for_host")
+def median(step: Step, device: str, seconds: float = 0.5, rounds: int = 20) -> float:
+    """The median of a step, in milliseconds."""
+    step.run()
+    timed = Timed("", "", step=step)
+    time_in_turn([timed], device, seconds, rounds)
+    return float(percentiles(timed.milliseconds)["p50_ms"])
+
+
+GPU_COLUMNS = ("queued_ms", "waits_for_host")
 """Columns that rows have besides on a GPU."""
 
 
-def times_of(timed: Timed, device: str) -> dict[str, Any]:
+def times(timed: Timed, device: str) -> dict[str, Any]:
     """Return the columns of a row: percentiles, and on a GPU the median of the host's time.
 
     Where the host takes longer than its head start, the GPU waits for it: such a time is not that of the kernels alone.
@@ -262,8 +257,8 @@ def times_of(timed: Timed, device: str) -> dict[str, Any]:
 
 def percentiles(milliseconds: Sequence[float]) -> dict[str, Any]:
     """p20_ms, p50_ms, p80_ms and rounds: columns of a row."""
-    times = sorted(milliseconds)
-    if not times:
+    ordered = sorted(milliseconds)
+    if not ordered:
         return {}
-    found = {f"p{percent}_ms": times[round(percent / 100 * (len(times) - 1))] for percent in (20, 50, 80)}
-    return {**found, "rounds": len(times)}
+    found = {f"p{percent}_ms": ordered[round(percent / 100 * (len(ordered) - 1))] for percent in (20, 50, 80)}
+    return {**found, "rounds": len(ordered)}

@@ -17,7 +17,7 @@ from .text import short_bytes, short_time
 Row = dict[str, Any]
 Points = Sequence[tuple[int, float]]
 """Length and value."""
-Looks = Mapping[str, dict[str, Any]]
+Styles = Mapping[str, dict[str, Any]]
 KIND = ("group", "head_dim", "rel_dim", "table", "is_causal", "dtype")
 """Rows that agree in these are points of the same lines."""
 INK, MUTED, GRID = "#1f2933", "#6b7785", "#e3e8ee"
@@ -37,8 +37,6 @@ STYLES: dict[str, dict[str, Any]] = {
     "sdpa_bias_efficient": {"color": "#a8a39d", "marker": "3"},
     "flex_attention": {"color": "#edae49", "marker": "P"},
     "onnxruntime": {"color": "#7a4419", "marker": "*"},
-    "disentangled_flash": {"color": "#8d5a97", "marker": "X"},
-    "flashdeberta": {"color": "#5b8e7d", "marker": "h"},
 }
 BEST_DENSE = "dense"
 """The best of the dense methods at each length."""
@@ -80,12 +78,11 @@ QUANTITIES: dict[str, tuple[float, float, Callable[[float], str]]] = {
 """Base and unit of the ticks of a vertical axis, and how a value is written; times are in milliseconds."""
 
 
-def ticks_of(values: Sequence[float], quantity: str) -> tuple[list[float], list[str]]:
-    """Return the ticks of a logarithmic axis and their labels, for the values that are positive. quantity: one of QUANTITIES."""
-    base, unit, show = QUANTITIES[quantity]
+def make_ticks(values: Sequence[float], quantity: str) -> list[float]:
+    """The ticks of a logarithmic axis, for the values that are positive. quantity: one of QUANTITIES."""
+    base, unit, _ = QUANTITIES[quantity]
     positive = [value for value in values if value > 0] or [unit]  # a peak above the inputs may be 0
-    ticks = _powers(min(positive), max(positive), base, unit)
-    return ticks, [show(tick) for tick in ticks]
+    return _powers(min(positive), max(positive), base, unit)
 
 
 def style(axes: Any, title: str, xlabel: str, subtitle: str = "") -> None:
@@ -102,17 +99,17 @@ def style(axes: Any, title: str, xlabel: str, subtitle: str = "") -> None:
     axes.spines["bottom"].set_color(MUTED)
 
 
-def draw_panel(axes: Any, points: Mapping[str, Points], looks: Looks, quantity: str, title: str, subtitle: str = "") -> None:
+def draw_panel(axes: Any, points: Mapping[str, Points], styles: Styles, quantity: str, title: str, subtitle: str = "") -> None:
     """Lines against the sequence length, both axes logarithmic. quantity: one of QUANTITIES."""
     for name, values in points.items():
-        label = "_" if name in LEADING and looks is LEADING_STYLES else _described(name)
-        axes.plot(*zip(*values, strict=True), label=label, clip_on=False, **(BASELINE_STYLE | looks[name]))
+        label = "_" if name in LEADING and styles is LEADING_STYLES else _described(name)
+        axes.plot(*zip(*values, strict=True), label=label, clip_on=False, **(BASELINE_STYLE | styles[name]))
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    every = [value for values in points.values() for _, value in values]
+    plotted = [value for values in points.values() for _, value in values]
     lengths = sorted({length for values in points.values() for length, _ in values})
-    if every:
-        _set_ticks(axes, ticks_of(every, quantity)[0], quantity)
+    if plotted:
+        _set_ticks(axes, make_ticks(plotted, quantity), quantity)
         axes.set_xticks(lengths, [short_length(length) for length in lengths])
     axes.minorticks_off()
     style(axes, title, "sequence length (tokens)", subtitle)
@@ -127,13 +124,13 @@ def _set_ticks(axes: Any, ticks: Sequence[float], quantity: str) -> None:
     axes.set_ylim(ticks[0], ticks[-1])
 
 
-def share_range(every: Sequence[Any], quantity: str) -> None:
+def share_range(panels: Sequence[Any], quantity: str) -> None:
     """Give panels that are compared the same vertical range, that of all their lines."""
-    drawn = [axes.get_ylim() for axes in every if axes.lines]
+    drawn = [axes.get_ylim() for axes in panels if axes.lines]
     if drawn:
         base, unit, _ = QUANTITIES[quantity]
         ticks = _powers(min(low for low, _ in drawn) * 1.001, max(high for _, high in drawn) / 1.001, base, unit)
-        for axes in every:
+        for axes in panels:
             _set_ticks(axes, ticks, quantity)
 
 
@@ -142,7 +139,7 @@ def finding(points: Mapping[str, Points], words: str, otherwise: str) -> str:
     found = [ratio for _, ratio in over_ours(points).get(BEST_DENSE, ())]
     if not found:
         return otherwise
-    least, most = (_short_ratio(each(found)) for each in (min, max))
+    least, most = _short_ratio(min(found)), _short_ratio(max(found))
     return f"Dense takes {least if least == most else f'{least} to {most}'} times {words}"
 
 
@@ -196,14 +193,15 @@ def failures(rows: Sequence[Row], direction: str, methods: Collection[str]) -> d
 
 def draw_memory_panel(axes: Any, rows: Sequence[Row], direction: str, methods: Collection[str] | None, subtitle: str) -> None:
     """Peak memory against the length, and a cross where a method would have taken more than the limit."""
+    subtitle = f"{direction.replace('+', ' + ')}: {subtitle}"
     measured = lines(rows, direction, "peak_bytes", methods)
-    looks = looks_of(methods)
+    styles = choose_styles(methods)
     title = finding(lines(rows, direction, "peak_bytes", LEADING), "as much", "Peak memory")
-    draw_panel(axes, measured, looks, "bytes", title, subtitle)
-    if looks is LEADING_STYLES:
+    draw_panel(axes, measured, styles, "bytes", title, subtitle)
+    if styles is LEADING_STYLES:
         name_lines(axes, measured)
     failed = failures(rows, direction, measured)
-    limits = [float(found[1]) * UNITS_OF[found[2]] for row in rows if (found := LIMIT.search(row["status"]))]
+    limits = [float(found[1]) * BYTES[found[2]] for row in rows if (found := LIMIT.search(row["status"]))]
     if not (measured and failed and limits):
         return
     limit, (base, _, _) = max(limits), QUANTITIES["bytes"]
@@ -213,7 +211,7 @@ def draw_memory_panel(axes: Any, rows: Sequence[Row], direction: str, methods: C
     _set_ticks(axes, ticks, "bytes")
     axes.axhline(limit, color=MUTED, linewidth=0.8)
     for method, length in failed.items():
-        mark_failure(axes, length, limit, looks[method])
+        mark_failure(axes, length, limit, styles[method])
     where = {"textcoords": "offset points", "ha": "right", "va": "bottom"}
     first = min(failed.values())
     axes.annotate(f"out of memory: more than {short_bytes(limit)}", (first, limit), (-8, 4), fontsize=SMALL, color=INK, **where)
@@ -228,32 +226,33 @@ def say_failure(axes: Any, rows: Sequence[Row], direction: str, points: Mapping[
         axes.annotate("out of\nmemory", (length, value), (0, 7), **place)
 
 
-def mark_failure(axes: Any, length: int, value: float, look: Mapping[str, Any]) -> None:
+def mark_failure(axes: Any, length: int, value: float, style: Mapping[str, Any]) -> None:
     """A cross."""
     cross = {"linestyle": "", "marker": "x", "markersize": 8, "markeredgewidth": 2.2}
-    axes.plot(length, value, clip_on=False, **(BASELINE_STYLE | dict(look) | cross))
+    axes.plot(length, value, clip_on=False, **(BASELINE_STYLE | dict(style) | cross))
 
 
 ROOM = 1.6
 """A factor of space for words above and below ratios."""
 LIMIT = re.compile(r"more than ([\d.]+) (MiB|GiB)")
-UNITS_OF = {"MiB": 2**20, "GiB": 2**30}
+BYTES = {"MiB": 2**20, "GiB": 2**30}
 
 
 def draw_ratio_panel(axes: Any, rows: Sequence[Row], direction: str, methods: Collection[str] | None, subtitle: str) -> None:
     """Time over ours against the length; the words say which way is good."""
-    ratios, looks = over_ours(lines(rows, direction, "p50_ms", methods)), looks_of(methods)
+    subtitle = f"{direction.replace('+', ' + ')}: {subtitle}"
+    ratios, styles = over_ours(lines(rows, direction, "p50_ms", methods)), choose_styles(methods)
     title = finding(lines(rows, direction, "p50_ms", LEADING), "as long", "Time over ours")
-    draw_panel(axes, ratios, looks, "ratio", title, subtitle)
+    draw_panel(axes, ratios, styles, "ratio", title, subtitle)
     if not ratios:
         return
-    every = [1.0, *(ratio for values in ratios.values() for _, ratio in values)]
-    _set_ticks(axes, ticks_of([min(every) / ROOM, max(every) * ROOM], "ratio")[0], "ratio")
+    plotted = [1.0, *(ratio for values in ratios.values() for _, ratio in values)]
+    _set_ticks(axes, make_ticks([min(plotted) / ROOM, max(plotted) * ROOM], "ratio"), "ratio")
     axes.axhline(1, color=STYLES[OURS]["color"], linewidth=2.2, zorder=2)
     for height, words in ((0.97, "\N{UPWARDS ARROW} slower than ours"), (0.03, "\N{DOWNWARDS ARROW} faster than ours")):
         where = {"transform": axes.transAxes, "va": "top" if height > 0.5 else "bottom"}
         axes.text(0.01, height, words, fontsize=SMALL, color=INK, **where)
-    if looks is LEADING_STYLES:
+    if styles is LEADING_STYLES:
         name_lines(axes, ratios, are_flat=True)
         last = max(length for values in ratios.values() for length, _ in values)
         ours = {"color": STYLES[OURS]["color"], "fontsize": SMALL, "fontweight": "bold", "ha": "right", "va": "center"}
@@ -266,28 +265,28 @@ def kinds(rows: Sequence[Row]) -> list[list[Row]]:
     found: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         found.setdefault(tuple(row[name] for name in KIND), []).append(row)
-    several = [of_kind for of_kind in found.values() if len({row["seqlen"] for row in of_kind}) > 1]
+    several = [alike for alike in found.values() if len({row["seqlen"] for row in alike}) > 1]
     return several or list(found.values())
 
 
-def looks_of(methods: Collection[str] | None) -> Looks:
+def choose_styles(methods: Collection[str] | None) -> Styles:
     """The styles of methods, all of them by default."""
     return LEADING_STYLES if methods is not None and set(methods) == set(LEADING) else STYLES
 
 
 def lines(rows: Sequence[Row], direction: str, column: str, methods: Collection[str] | None = None) -> dict[str, Points]:
     """The points of every method that has any; methods: only these, which may include the best dense one."""
-    every = {method: summary.points(rows, method, direction, column) for method in METHODS}
+    measured = {method: summary.points(rows, method, direction, column) for method in METHODS}
     best: dict[int, float] = {}
     for method in summary.DENSE:
-        for length, value in every[method]:
+        for length, value in measured[method]:
             best[length] = min(value, best.get(length, value))
-    every[BEST_DENSE] = sorted(best.items())
+    measured[BEST_DENSE] = sorted(best.items())
     wanted = METHODS if methods is None else methods
-    return {method: every[method] for method in wanted if every[method]}
+    return {method: measured[method] for method in wanted if measured[method]}
 
 
-def title_of(row: Row) -> str:
+def kind_title(row: Row) -> str:
     """The kind, in words."""
     rows, p2c, _ = row["table"].partition(" p2c")
     table = ("a row for every distance" if rows == "full" else f"table: {rows} rows") + ", a second one for the keys" * bool(p2c)
@@ -307,21 +306,21 @@ def caption(rows: Sequence[Row], what: str) -> str:
     return "\n".join(textwrap.wrap(f"{what} {'; '.join(sorted(origins))}.", 112))
 
 
-def draw(rows: Sequence[Row], panels: Callable[[Sequence[Row], Sequence[Any]], None], what: str, path: Path) -> None:
+def draw(rows: Sequence[Row], draw_panels: Callable[[Sequence[Row], Sequence[Any]], None], what: str, path: Path) -> None:
     """A row of two panels for each kind, a legend above if lines have labels, the conditions below."""
     import matplotlib.pyplot as plt
 
-    every = kinds(rows)
+    all_kinds = kinds(rows)
     with plt.rc_context({"font.size": FONT, "font.family": "DejaVu Sans", "text.color": INK}):
-        figure, axes = plt.subplots(len(every), 2, squeeze=False)
-        for of_kind, of_row in zip(every, axes, strict=True):
-            panels(of_kind, of_row)
+        figure, axes = plt.subplots(len(all_kinds), 2, squeeze=False)
+        for alike, pair in zip(all_kinds, axes, strict=True):
+            draw_panels(alike, pair)
             above = {"xycoords": "axes fraction", "textcoords": "offset points", "color": MUTED, "fontsize": SMALL}
-            of_row[0].annotate(title_of(of_kind[0]), (-0.14, 1), (0, 46), **above).set_in_layout(False)
+            pair[0].annotate(kind_title(alike[0]), (-0.14, 1), (0, 46), **above).set_in_layout(False)
         handles = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
         below = caption(rows, what)
         foot, head = 0.16 * len(below.splitlines()) + 0.2, 0.21 * -(-len(handles) // 2) + 0.3
-        height = (PANEL_HEIGHT + 0.3) * len(every) + head + foot
+        height = (PANEL_HEIGHT + 0.3) * len(all_kinds) + head + foot
         figure.set_size_inches(WIDTH, height)
         figure.tight_layout(rect=(0.01, foot / height, 0.99, 1 - head / height), h_pad=3.5, w_pad=1.5)
         if handles:

@@ -21,13 +21,13 @@ WAVE = 132 * 2 * 64 * FLOAT
 class Pairs:
     """Tensors of a layer with an element per head and pair of frames.
 
-    forward: at the peak of inference. training: at that of a forward with dropout. kept: for the backward. dropped: whether a
+    forward: at the peak of inference. training: at that of a forward with dropout. saved: for the backward. dropped: whether a
     dropout mask comes on top of the last two, which otherwise stay as they are without dropout.
     """
 
     forward: int
     training: int
-    kept: int
+    saved: int
     dropped: bool
 
 
@@ -69,50 +69,50 @@ ENCODERS = (
 )
 
 
-def forward(of: Encoder, frames: int, ours: bool) -> float:
+def forward(encoder: Encoder, frames: int, ours: bool) -> float:
     """Bytes of the tensors of one sequence's inference at their peak, without the weights."""
-    attention = 0.0 if ours else of.pairs.forward * of.heads * frames**2
-    layer = attention + 10 * of.width * frames
-    return FLOAT * (max(2 * of.first_map * frames, layer) + of.positions * of.width * frames)
+    attention = 0.0 if ours else encoder.pairs.forward * encoder.heads * frames**2
+    layer = attention + 10 * encoder.width * frames
+    return FLOAT * (max(2 * encoder.first_map * frames, layer) + encoder.positions * encoder.width * frames)
 
 
-def training(of: Encoder, frames: int, ours: bool, checkpointing: bool = False, mask: int = 1, gpu: bool = True) -> float:
+def training(encoder: Encoder, frames: int, ours: bool, checkpointing: bool = False, mask: int = 1, gpu: bool = True) -> float:
     """Bytes of the tensors of one sequence's forward and backward at their peak, without weights, gradients and optimizer.
 
     mask: bytes of an element of a dropout mask, 0 without dropout. gpu: count the workspace of the kernels' backward.
     """
-    layers = 1 if checkpointing else of.layers
-    kept = FLOAT * WHOLE * of.width + mask * of.masks * of.width
-    inputs = FLOAT * of.width * of.layers if checkpointing else 0
-    front = FLOAT * of.front * of.first_map
-    linear = front + max(layers * kept + inputs, FLOAT * 1.25 * of.first_map) + FLOAT * of.positions * of.width
+    layers = 1 if checkpointing else encoder.layers
+    saved = FLOAT * WHOLE * encoder.width + mask * encoder.masks * encoder.width
+    inputs = FLOAT * encoder.width * encoder.layers if checkpointing else 0
+    front = FLOAT * encoder.front * encoder.first_map
+    linear = front + max(layers * saved + inputs, FLOAT * 1.25 * encoder.first_map) + FLOAT * encoder.positions * encoder.width
     if ours:
         return linear * frames + (max(2**28, WAVE * frames) if gpu else 0)
-    dropped = mask if of.pairs.dropped else 0
-    per_pair = (layers - 1) * (FLOAT * of.pairs.kept + dropped) + FLOAT * of.pairs.training + dropped
-    if of.pairs.dropped and not mask:
+    dropped = mask if encoder.pairs.dropped else 0
+    per_pair = (layers - 1) * (FLOAT * encoder.pairs.saved + dropped) + FLOAT * encoder.pairs.training + dropped
+    if encoder.pairs.dropped and not mask:
         per_pair -= FLOAT
-    return linear * frames + per_pair * of.heads * frames**2
+    return linear * frames + per_pair * encoder.heads * frames**2
 
 
 WAYS = {
     "inference": (forward, 4),
-    "inference in bfloat16": (lambda of, frames, ours: forward(of, frames, ours) / 2, 2),
-    "training, every layer checkpointed": (lambda of, frames, ours: training(of, frames, ours, checkpointing=True), 16),
+    "inference in bfloat16": (lambda encoder, frames, ours: forward(encoder, frames, ours) / 2, 2),
+    "training, every layer checkpointed": (lambda encoder, frames, ours: training(encoder, frames, ours, checkpointing=True), 16),
     "training": (training, 16),
 }
 """Name -> tensors, and bytes per parameter: a weight; with its gradient and Adam's two moments."""
 
 
-def longest(of: Encoder, way: str, ours: bool, card: int) -> float:
+def longest(encoder: Encoder, way: str, ours: bool, card: int) -> float:
     """Seconds of audio whose tensors, with the weights, fit into a card of so many GiB; 0 if the weights alone do not."""
     count, per_parameter = WAYS[way]
-    room = card * GIBIBYTE - per_parameter * of.parameters
+    room = card * GIBIBYTE - per_parameter * encoder.parameters
     least, most = 0, 2**24
     while most - least > 1:
         middle = (least + most) // 2
-        least, most = (middle, most) if count(of, middle, ours) <= room else (least, middle)
-    return least * of.factor * HOP
+        least, most = (middle, most) if count(encoder, middle, ours) <= room else (least, middle)
+    return least * encoder.factor * HOP
 
 
 def text(seconds: float) -> str:
@@ -125,9 +125,10 @@ def table() -> str:
     """The table of docs/long-audio.md: stock -> enabled."""
     lines = ["| encoder | | " + " | ".join(f"{card} GB" for card in CARDS) + " |", "|---" * (2 + len(CARDS)) + "|"]
     for way in WAYS:
-        for of in ENCODERS:
-            cells = (f"{text(longest(of, way, False, card))} → **{text(longest(of, way, True, card))}**" for card in CARDS)
-            lines.append(f"| {of.name} | {way} | " + " | ".join(cells) + " |")
+        for encoder in ENCODERS:
+            pairs = ([text(longest(encoder, way, ours, card)) for ours in (False, True)] for card in CARDS)
+            cells = (f"{stock} → **{enabled}**" for stock, enabled in pairs)
+            lines.append(f"| {encoder.name} | {way} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

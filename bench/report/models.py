@@ -58,7 +58,7 @@ NAMES = {
     "slanext": "SLANeXt",
     "pp_formulanet": "PP-FormulaNet",
 }
-"""What the models of each family are called."""
+"""Names of the models of each family."""
 DIRECTION = "forward+backward"
 GAIN = 1.05
 """A ratio from which on a figure shows a gain."""
@@ -82,12 +82,16 @@ def values(rows: Sequence[Row], length: int, column: str) -> dict[str, dict[str,
 
 def over_ours(rows: Sequence[Row], length: int, column: str) -> Ratios:
     """By family, how many times ours the best of the stock ways takes."""
-    every = values(rows, length, column)
-    best = {case: min((each for method, each in of.items() if method != OURS), default=None) for case, of in every.items()}
-    return {case: value / every[case][OURS] for case, value in best.items() if value and every[case].get(OURS)}
+    found: Ratios = {}
+    for case, measured in values(rows, length, column).items():
+        stock = [value for method, value in measured.items() if method != OURS]
+        best = min(stock, default=0.0)
+        if best and measured.get(OURS):
+            found[case] = best / measured[OURS]
+    return found
 
 
-def lengths_of(rows: Sequence[Row]) -> list[int]:
+def single_lengths(rows: Sequence[Row]) -> list[int]:
     """The lengths at which single sequences were measured, the shortest first."""
     return sorted({int(row["seqlen"]) for row in rows if is_single(row) and row["status"] == "ok"})
 
@@ -95,16 +99,16 @@ def lengths_of(rows: Sequence[Row]) -> list[int]:
 def tables(rows: Sequence[Row], shown: Sequence[str] | None = None) -> str:
     """Single sequences and batches, as Markdown; means are over all families, lines of those that are shown, by default all."""
     batches = [row for row in rows if row["batch"] and not is_single(row)]
-    parts = [*single(rows, shown)] * bool(lengths_of(rows)) + [ratios(batches, shown)] * bool(batches)
+    parts = [*single(rows, shown)] * bool(single_lengths(rows)) + [ratios(batches, shown)] * bool(batches)
     return "\n\n".join(parts) + "\n"
 
 
 def single(rows: Sequence[Row], shown: Sequence[str] | None = None) -> list[str]:
     """Three tables: the speed-up at each length, and time and memory at the longest one of each family."""
-    lengths = lengths_of(rows)
+    lengths = single_lengths(rows)
     ups = {length: over_ours(rows, length, "p50_ms") for length in lengths}
     cases = [case for case in dict.fromkeys(row["case"] for row in rows) if shown is None or case in shown]
-    body = [[named(case), *(f"{ups[n][case]:.2f}" if case in ups[n] else "-" for n in lengths)] for case in cases]
+    body = [[family_title(case), *(f"{ups[n][case]:.2f}" if case in ups[n] else "-" for n in lengths)] for case in cases]
     if len(cases) > 1 and all(ups.values()):
         body.append(["geometric mean of all", *(f"{geometric_mean(ups[n].values()):.2f} (of {len(ups[n])})" for n in lengths)])
     parts = [markdown_table(["stock time / ours, by length", *(f"{n:,}" for n in lengths)], body)]
@@ -112,17 +116,17 @@ def single(rows: Sequence[Row], shown: Sequence[str] | None = None) -> list[str]
     for column, unit, scale in (("p50_ms", "time, s", 1e3), ("peak_bytes", "memory, MiB", 2**20)):
         body = []
         for case in cases:
-            measured = {n: of[case] for n in lengths if OURS in (of := values(rows, n, column)).get(case, {})}
+            measured = {n: found for n in lengths if OURS in (found := values(rows, n, column).get(case, {}))}
             if measured:
                 last = max(measured)
-                cells = (digits(measured[last][each] / scale) if each in measured[last] else "-" for each in methods)
-                body.append([named(case), f"{last:,}", *cells])
+                cells = (digits(measured[last][method] / scale) if method in measured[last] else "-" for method in methods)
+                body.append([family_title(case), f"{last:,}", *cells])
         if body:
             parts.append(markdown_table([unit, "length", *methods], body))
     return parts
 
 
-def named(case: str) -> str:
+def family_title(case: str) -> str:
     return NAMES.get(case, case)
 
 
@@ -137,18 +141,18 @@ def ratios(rows: Sequence[Row], shown: Sequence[str] | None = None) -> str:
     pairs = list(dict.fromkeys((row["case"], row["method"]) for row in rows if row["method"] != OURS))
     parts = []
     for direction in DIRECTIONS:
-        every: list[list[float]] = [[] for _ in sizes]
+        columns: list[list[float]] = [[] for _ in sizes]
         body = []
         for case, method in pairs:
             cells = []
-            for size, found in zip(sizes, every, strict=True):
+            for size, found in zip(sizes, columns, strict=True):
                 stock, ours = (times.get((direction, *size, case, name)) for name in (method, OURS))
                 cells.append(f"{stock / ours:.2f}" if stock and ours else "-")
                 found += [stock / ours] if stock and ours else []
             if cells != ["-"] * len(sizes) and (shown is None or case in shown):
-                body.append([named(case), method, *cells])
+                body.append([family_title(case), method, *cells])
         if body:
-            body.append(["geometric mean", "", *(f"{geometric_mean(each):.2f}" if each else "-" for each in every)])
+            body.append(["geometric mean", "", *(f"{geometric_mean(column):.2f}" if column else "-" for column in columns)])
             head = [direction, "stock", *(f"{length} x {batch}" for length, batch in sizes)]
             parts.append(markdown_table(head, body))
     return "\n\n".join([*parts, "Time of the stock model over ours, medians."])
@@ -165,7 +169,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     """
     import matplotlib.pyplot as plt
 
-    lengths, is_one = lengths_of(rows), len({row["case"] for row in rows}) == 1
+    lengths, is_one = single_lengths(rows), len({row["case"] for row in rows}) == 1
     longer = lengths if is_one or len(lengths) == 1 else lengths[1:]
     columns = [[(_at_the_longest(rows, longer, column, is_one), longer, column) for column in ("p50_ms", "peak_bytes")]]
     if longer != lengths:
@@ -182,12 +186,12 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         figure = plt.figure(figsize=(WIDTH, height))
         for place, column in enumerate(columns):
             top = height
-            for found, of_lengths, measured in column:
+            for found, compared_lengths, measured in column:
                 tall = ROW * len(found)
                 top -= TITLE + tall
                 box = (COLUMN * place + NAMES_WIDE, top, BARS_WIDE, tall)
                 axes = figure.add_axes((box[0] / WIDTH, box[1] / height, box[2] / WIDTH, box[3] / height))
-                _bars(axes, found, of_lengths, *WORDS[measured], is_one)
+                _bars(axes, found, compared_lengths, *WORDS[measured], is_one)
         figure.text(0.02, 0.1 / height, below, fontsize=8, color=MUTED, linespacing=1.4, va="bottom")
         figure.savefig(path, dpi=DPI, facecolor="white")
         plt.close(figure)
@@ -198,13 +202,13 @@ def _at_the_longest(rows: Sequence[Row], lengths: Sequence[int], column: str, at
     found: Ratios = {}
     for length in lengths:
         for case, ratio in over_ours(rows, length, column).items():
-            found[f"{named(case)}, {length:,}" if at_each else named(case)] = ratio
+            found[f"{family_title(case)}, {length:,}" if at_each else family_title(case)] = ratio
     return found
 
 
 def _bars(axes: Any, found: Ratios, lengths: Sequence[int], what: str, words: str, is_one: bool) -> None:
     """A panel: names, bars that begin at 1, and the ratio at the end of each row; is_one: the rows are of one family."""
-    ordered, mean = sorted(found.items(), key=lambda each: -each[1]), geometric_mean(found.values())
+    ordered, mean = sorted(found.items(), key=lambda item: -item[1]), geometric_mean(found.values())
     for place, (_, ratio) in enumerate(ordered):
         gains = ratio >= GAIN
         axes.barh(place, ratio - 1, left=1, height=0.62, color=STYLES[OURS]["color"] if gains else "#aab4be")

@@ -22,7 +22,7 @@ STAMP = ("commit", "date", "device", "threads", "torch", "triton", "package")
 """Columns of every row, its last ones: where it comes from."""
 
 
-def output_of(*command: str) -> str:
+def command_output(*command: str) -> str:
     """Return what a command prints, nothing if it cannot run."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20, cwd=ROOT).stdout.strip()
@@ -32,7 +32,7 @@ def output_of(*command: str) -> str:
 
 def commit() -> str:
     """Return the commit of the code that is measured, with a "+" if files differ from it; RELATTN_COMMIT says it of a copy."""
-    found = output_of("git", "rev-parse", "--short=12", "HEAD") + "+" * bool(output_of("git", "status", "--porcelain"))
+    found = command_output("git", "rev-parse", "--short=12", "HEAD") + "+" * bool(command_output("git", "status", "--porcelain"))
     return found or os.environ.get("RELATTN_COMMIT", "")
 
 
@@ -40,7 +40,7 @@ def device_name(device: str) -> str:
     """Return the name of the device "cuda" or "cpu"."""
     if device == "cuda":
         return torch.cuda.get_device_name()
-    models = [line.split(":")[1].strip() for line in output_of("cat", "/proc/cpuinfo").splitlines() if "model name" in line]
+    models = [line.split(":")[1].strip() for line in command_output("cat", "/proc/cpuinfo").splitlines() if "model name" in line]
     return f"CPU, {(models or [platform.processor() or platform.machine()])[0]}"
 
 

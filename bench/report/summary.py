@@ -23,7 +23,7 @@ def exponent(points: Sequence[tuple[int, float]]) -> float | None:
     """Return the p of value ~ length^p, by least squares of the logarithms over the longer half of the points, or more of them
     if that is needed for a factor of FITTED between its lengths. None if all span less."""
     half = sorted(points)[-max(2, math.ceil(len(points) / 2)) :]
-    longest = [each for each in points if each in half or FITTED * each[0] >= half[-1][0]]
+    longest = [point for point in points if point in half or FITTED * point[0] >= half[-1][0]]
     logs = [(math.log(length), math.log(value)) for length, value in longest if value > 0]
     if not logs or max(logs)[0] - min(logs)[0] < math.log(FITTED) - 1e-9:
         return None
@@ -33,8 +33,8 @@ def exponent(points: Sequence[tuple[int, float]]) -> float | None:
 
 def points(rows: Sequence[Row], method: str, direction: str, column: str) -> list[tuple[int, float]]:
     """Length and value of what was measured, shortest first; without peaks so small that they drown in other memory."""
-    of_method = (row for row in rows if (row["method"], row["direction"]) == (method, direction) and row[column])
-    values = ((int(row["seqlen"]), float(row[column])) for row in of_method)
+    measured = (row for row in rows if (row["method"], row["direction"]) == (method, direction) and row[column])
+    values = ((int(row["seqlen"]), float(row[column])) for row in measured)
     return sorted((length, value) for length, value in values if value > 0)
 
 
@@ -66,8 +66,7 @@ def markdown(rows: Sequence[Row]) -> str:
     parts = []
     for column, unit, scale in (("p50_ms", "ms", 1.0), ("peak_bytes", "MiB", 2**20)):
         for direction in DIRECTIONS:
-            every = {method: dict(points(rows, method, direction, column)) for method in METHODS}
-            found = {method: values for method, values in every.items() if values}
+            found = {method: dict(values) for method in METHODS if (values := points(rows, method, direction, column))}
             body = [
                 [f"{n:,}", *(digits(values[n] / scale) if n in values else "-" for values in found.values())]
                 for n in sorted(set[int]().union(*found.values()))
@@ -85,40 +84,45 @@ def show_bytes(count: float, _ours: float | None) -> str:
     return short_bytes(count)
 
 
-def directions_of(rows: Sequence[Row]) -> list[str]:
+def speed(rows: Sequence[Row]) -> str:
+    """Medians and their ratio to ours."""
+    tables = [across_methods(rows, direction, "p50_ms", show_time) for direction in _directions(rows)]
+    return "\n\n".join([*tables, "Medians; in brackets, time over ours: above 1x ours is faster.\n" + remarks(rows)])
+
+
+def memory(rows: Sequence[Row]) -> str:
+    """Peaks and how they grow."""
+    tables = [across_methods(rows, direction, "peak_bytes", show_bytes) for direction in _directions(rows)]
+    note = "Peak above the inputs; the last line of each: fitted to the longer half of the lengths.\n"
+    return "\n\n".join([*tables, note + remarks(rows)])
+
+
+def _directions(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(row["direction"] for row in rows))
 
 
-def speed(rows: Sequence[Row]) -> str:
-    """Medians and their ratio to ours."""
-    tables = [across_methods(rows, direction, "p50_ms", show_time) for direction in directions_of(rows)]
-    return "\n\n".join([*tables, "Medians; in brackets, time over ours: above 1x ours is faster.\n" + remarks(rows)])
+def new_lengths(rows: Sequence[Row]) -> str:
+    """Time and memory of lengths that a process has never met, as Markdown."""
+    body = []
+    for row in (row for row in rows if row["status"] == "ok"):
+        times = (short_time(float(row[name])) for name in ("first_ms", "again_ms"))
+        body.append((row["method"], str(row["lengths"]), *times, short_bytes(max(0.0, float(row["kept_bytes"])))))
+    head = ("method", "lengths", "each once", "again", "memory kept")
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ("---",) * len(head), *body)) + "\n"
 
 
 def beside_dense(rows: Sequence[Row]) -> str:
     """Ours, beside SDPA without a term and the fastest dense method, as Markdown, a table per direction; ratios are to ours."""
     parts = []
-    for direction in (each for each in DIRECTIONS if any(row["direction"] == each for row in rows)):
+    for direction in (name for name in DIRECTIONS if any(row["direction"] == name for row in rows)):
         body = []
         for group, case in dict.fromkeys((row["group"], row["case"]) for row in rows):
-            of_case = [row for row in rows if (row["group"], row["case"], row["status"]) == (group, case, "ok")]
-            times = {str(row["method"]): float(row["p50_ms"]) for row in of_case if row["direction"] == direction}
+            measured = [row for row in rows if (row["group"], row["case"], row["status"]) == (group, case, "ok")]
+            times = {str(row["method"]): float(row["p50_ms"]) for row in measured if row["direction"] == direction}
             ours, dense = times[OURS], min((name for name in DENSE if name in times), key=times.__getitem__)
-            size = ", ".join(str(of_case[0][name]) for name in ("batch", "heads", "seqlen", "head_dim"))
-            cells = [
-                digits(ours),
-                f"{times['sdpa'] / ours:.2f}",
-                f"{digits(times[dense])} ({dense})",
-                f"{times[dense] / ours:.2f}",
-            ]
-            body.append([size, *cells])
+            size = ", ".join(str(measured[0][name]) for name in ("batch", "heads", "seqlen", "head_dim"))
+            fastest = (f"{digits(times[dense])} ({dense})", f"{times[dense] / ours:.2f}")
+            body.append([size, digits(ours), f"{times['sdpa'] / ours:.2f}", *fastest])
         head = [f"{direction}: batch, heads, length, width", "ours, ms", "SDPA's", "fastest dense, ms", "ratio"]
         parts.append(markdown_table(head, body))
     return "\n\n".join(parts) + "\n"
-
-
-def memory(rows: Sequence[Row]) -> str:
-    """Peaks and how they grow."""
-    tables = [across_methods(rows, direction, "peak_bytes", show_bytes) for direction in directions_of(rows)]
-    note = "Peak above the inputs; the last line of each: fitted to the longer half of the lengths.\n"
-    return "\n\n".join([*tables, note + remarks(rows)])

@@ -50,41 +50,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def inputs(case: str, dtype: str, length: int, device: str) -> Inputs:
     """Full attention with a table of 2 length - 1 rows, normally distributed but for what the case says."""
     heads = (4, 16) if case == SHARED else (1, 8)
-    made = make_inputs(
+    drawn = make_inputs(
         *heads, length, length, 64, num_rows=2 * length - 1, dtype=DTYPES[dtype], device=device, seed=0, sharp=case == "sharp"
     )
-    for tensor, outlier in zip((made.query, made.key, made.rel_key), OUTLIERS.get(case, ()), strict=False):
+    for tensor, outlier in zip((drawn.query, drawn.key, drawn.rel_key), OUTLIERS.get(case, ()), strict=False):
         assert tensor is not None
         tensor[..., 0] = outlier
-    return made._replace(d_lse=torch.zeros_like(made.d_lse))
+    return drawn._replace(d_lse=torch.zeros_like(drawn.d_lse))
 
 
-def function_of(method: str, options: argparse.Namespace) -> Callable[..., torch.Tensor]:
-    """From query, key, value and table to out."""
+def attend(method: str, options: argparse.Namespace) -> Callable[..., torch.Tensor]:
+    """The function of a method: from query, key, value and table to out."""
     if method == OURS:
         return partial(fused_relative_attention, implementation=options.implementation)
     baseline = BASELINES["skewing" if method == EAGER else "dense_bias"]
     return lambda query, key, value, table: baseline(query, key, value, table, False)
-
-
-def results(function: Callable[..., torch.Tensor], given: Inputs) -> list[torch.Tensor]:
-    """RESULTS of one method."""
-    assert given.rel_key is not None
-    leaves = [tensor.detach().requires_grad_() for tensor in (given.query, given.key, given.value, given.rel_key)]
-    out = function(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, given.d_out)]
-
-
-def errors(actual: Sequence[torch.Tensor], golden: Sequence[torch.Tensor]) -> dict[str, float]:
-    pairs = zip(RESULTS, actual, golden, strict=True)
-    return {name: float((result.double() - exact).norm() / exact.norm()) for name, result, exact in pairs}
-
-
-def name_of(method: str, given: Inputs, options: argparse.Namespace) -> str:
-    """A method as rows have it: ours with the implementation that computes it."""
-    return (
-        f"{method} ({choose_implementation(options.implementation, given.query, given.value).name})" if method == OURS else method
-    )
 
 
 def measure(case: str, dtype: str, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -95,10 +75,15 @@ def measure(case: str, dtype: str, options: argparse.Namespace) -> list[dict[str
     for method in options.methods:
         row: dict[str, Any] = {"verb": "accuracy", "case": case, "dtype": dtype, "length": options.length, "method": method}
         try:
-            row["method"] = name_of(method, given, options)
-            actual = results(function_of(method, options), given)
-            finite = all(result.isfinite().all() for result in actual)
-            row |= errors(actual, golden) | {"status": "ok" if finite else "not finite"}
+            if method == OURS:  # by the implementation that computes it
+                row["method"] = f"{OURS} ({choose_implementation(options.implementation, given.query, given.value).name})"
+            operands: Any = given[:4]
+            leaves = [tensor.detach().requires_grad_() for tensor in operands]
+            out = attend(method, options)(*leaves)
+            actual = [out.detach(), *torch.autograd.grad(out, leaves, given.d_out)]
+            pairs = zip(RESULTS, actual, golden, strict=True)
+            row |= {name: float((result.double() - exact).norm() / exact.norm()) for name, result, exact in pairs}
+            row["status"] = "ok" if all(result.isfinite().all() for result in actual) else "not finite"
         except (NotImplementedError, RuntimeError) as error:
             row["status"] = f"failed: {in_one_line(error)}"
         rows.append(row)
@@ -110,13 +95,10 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
     methods = sorted(dict.fromkeys(row["method"] for row in rows), key=lambda name: not name.startswith(OURS))
     cells: dict[tuple[str, str], dict[str, str]] = {}
     for row in rows:
-        of_line = cells.setdefault((row["case"], row["dtype"]), {})
-        if row["status"] == "ok":
-            of_line[row["method"]] = " ".join(f"{float(row[name]):.1e}" for name in RESULTS)
-        else:
-            of_line[row["method"]] = row["status"]
+        errors = " ".join(f"{float(row[name]):.1e}" for name in RESULTS) if row["status"] == "ok" else row["status"]
+        cells.setdefault((row["case"], row["dtype"]), {})[row["method"]] = errors
     lines = [["inputs", "", *methods], ["---"] * (len(methods) + 2)]
-    lines += [[*line, *(of_line.get(method, "-") for method in methods)] for line, of_line in cells.items()]
+    lines += [[*case, *(by_method.get(method, "-") for method in methods)] for case, by_method in cells.items()]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 

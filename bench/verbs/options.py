@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
-from triton_relattn._core.sizes import bounded, rows, sizes
+from triton_relattn._core.sizes import bounded, rows
+from triton_relattn._core.sizes import sizes as shape
 from triton_relattn._peaks import SHARE, available_bytes
 
 from ..cases import attention as cases
@@ -37,15 +37,13 @@ def add_list(
     parser: argparse.ArgumentParser, name: str, known: Sequence[Name], default: Sequence[Name] | None, what: str = ""
 ) -> None:
     """An option ``--name`` that takes some of what is known: names without blanks and commas, which separate them."""
-    assert not any(re.search(r"[\s,]", str(each)) for each in known), known
-    usual_ones = list(default or ())
-    left: list[str] = [str(each) for each in known if each not in usual_ones]
-    is_most = bool(default) and len(left) <= 1 < len(known)
-    usual = " but ".join(("all", *left)) if is_most else ", ".join(map(str, usual_ones))
+    others: list[str] = [str(value) for value in known if value not in (default or ())]
+    usual = ", ".join(map(str, default or ()))
+    if default and len(others) <= 1 < len(known):
+        usual = " but ".join(("all", *others))
     text = f"{what}, some of: " * bool(what) + ", ".join(map(str, known)) + f" (default: {usual})" * bool(usual)
-    parser.add_argument(
-        f"--{name}", type=some_of(known), default=None if default is None else list(default), metavar="A,B", help=text
-    )
+    chosen = None if default is None else list(default)
+    parser.add_argument(f"--{name}", type=some_of(known), default=chosen, metavar="A,B", help=text)
 
 
 def available_device() -> str:
@@ -63,7 +61,7 @@ seconds = bounded(float, 0)
 
 
 def positive_numbers(text: str) -> list[int]:
-    return [positive(each) for each in text.split(",")]
+    return [positive(word) for word in text.split(",")]
 
 
 def gibibytes(text: str) -> int:
@@ -73,7 +71,7 @@ def gibibytes(text: str) -> int:
 def new_folder(text: str) -> Path:
     """A parser of a folder to write to, which need not be there yet."""
     path = Path(text)
-    above = next(each for each in (path, *path.absolute().parents) if each.exists())
+    above = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text} is no folder that can be written to: see {above}")
     return path
@@ -86,6 +84,14 @@ def new_file(text: str) -> Path:
     if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
         raise argparse.ArgumentTypeError(f"{text} is no file that can be written")
     return path
+
+
+def interpreted() -> bool:
+    """Whether kernels are interpreted in this process, and cannot be compiled; it is then printed."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        print("kernels are interpreted in this process, not compiled: unset TRITON_INTERPRET")
+        return True
+    return False
 
 
 def add_files(parser: argparse.ArgumentParser) -> None:
@@ -113,21 +119,13 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
     """``--shape`` and what belongs to it, for a call of one's own; chosen_cases reads them."""
     parser.add_argument(
         "--shape",
-        type=sizes,
+        type=shape,
         action="append",
         metavar="b4,h12,n1500,d80",
         help="sizes of a call of your own, in place of --cases; repeatable",
     )
-    parser.add_argument(
-        "--table",
-        type=rows,
-        default=None,
-        metavar="ROWS",
-        help='rows of its table, or "full": one per distance (full)',
-    )
-    parser.add_argument(
-        "--dtype", choices=tuple(cases.DTYPES), default=None, help="dtype of the call (bf16 on a GPU, fp32 on a CPU)"
-    )
+    parser.add_argument("--table", type=rows, metavar="ROWS", help='rows of its table, or "full": one per distance (full)')
+    parser.add_argument("--dtype", choices=tuple(cases.DTYPES), help="dtype of the call (bf16 on a GPU, fp32 on a CPU)")
     parser.add_argument("--causal", action="store_true", help="causal mask in the call")
 
 
@@ -136,7 +134,7 @@ def chosen_cases(options: argparse.Namespace, default: Sequence[str]) -> list[ca
     if options.shape:
         dtype = options.dtype or ("bf16" if options.device == "cuda" else "fp32")
         common = {"rows": options.table, "dtype": dtype, "is_causal": options.causal, "group": "yours"}
-        return [cases.Case(**each, **common) for each in options.shape]
+        return [cases.Case(**sizes, **common) for sizes in options.shape]
     if not (chosen := cases.choose(options.cases or default, options.lengths)):
         raise argparse.ArgumentError(None, f"no case of {', '.join(options.cases or default)} has one of these lengths")
     return chosen

@@ -18,18 +18,17 @@ from ..report.figures import (
     draw,
     draw_memory_panel,
     draw_ratio_panel,
+    kind_title,
     kinds,
     share_range,
-    title_of,
 )
 from ..report.rows import STAMP, read
 from .options import add_list, new_folder
 
 COMMON = (*("verb", "case", "method", "direction", "status", "batch", "seqlen", "p50_ms", "peak_bytes"), *STAMP)
-OF_CALLS = (*COMMON, *KIND, "heads", "key_heads")
-COLUMNS = {"memory": OF_CALLS, "speed": OF_CALLS, "models": (*COMMON, "layers")}
+CALLS = (*COMMON, *KIND, "heads", "key_heads")
+COLUMNS = {"memory": CALLS, "speed": CALLS, "models": (*COMMON, "layers")}
 """Columns that figures and tables are made of, by verb."""
-WORDS = {"forward": "forward", "forward+backward": "forward + backward"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,42 +59,38 @@ def run(options: argparse.Namespace) -> int:
     rows = [row for file in options.csv for row in file]
     options.out.mkdir(parents=True, exist_ok=True)
     methods = options.methods or tuple(LEADING)
-    verbs: dict[str, Callable[[Sequence[Row], Path], None]] = {
+    by_verb = {verb: [row for row in rows if row["verb"] == verb] for verb in COLUMNS}
+    drawings: dict[str, Callable[[Sequence[Row], Path], None]] = {
         "memory": partial(draw_memory, methods=methods),
         "speed": partial(draw_speed, methods=methods),
         "models": models.draw,
     }
-    for verb, draw_rows in verbs.items():
-        of_verb = [row for row in rows if row["verb"] == verb]
-        if verb == "models" and not models.lengths_of(of_verb):
-            continue
-        if of_verb:
-            draw_rows(of_verb, options.out / f"{verb}.png")
+    for verb, draw_rows in drawings.items():
+        if by_verb[verb] and (verb != "models" or models.single_lengths(by_verb[verb])):
+            draw_rows(by_verb[verb], options.out / f"{verb}.png")
             print(options.out / f"{verb}.png")
-    if of_models := [row for row in rows if row["verb"] == "models"]:
-        print(f"\n{models.tables(of_models)}")
-    for of_kind in kinds([row for row in rows if row["verb"] in ("speed", "memory")]):
-        print(f"\n{title_of(of_kind[0])}\n\n{summary.markdown(of_kind)}")
+    if by_verb["models"]:
+        print(f"\n{models.tables(by_verb['models'])}")
+    for alike in kinds([*by_verb["speed"], *by_verb["memory"]]):
+        print(f"\n{kind_title(alike[0])}\n\n{summary.markdown(alike)}")
     return 0
 
 
 def draw_memory(rows: Sequence[Row], path: Path, methods: Sequence[str] | None = None) -> None:
     """Peak memory against the length, forward, and forward with backward. methods: see figures.lines."""
-
-    def panels(of_kind: Sequence[Row], axes: Sequence[Any]) -> None:
-        for axis, (direction, words) in zip(axes, WORDS.items(), strict=True):
-            draw_memory_panel(axis, of_kind, direction, methods, f"{words}: peak memory, lower is better")
-        share_range(axes, "bytes")
-
-    draw(rows, panels, "Peak memory above the inputs. Dotted: without a relative term.", path)
+    panel = partial(draw_memory_panel, methods=methods, subtitle="peak memory, lower is better")
+    draw(rows, partial(_both_directions, panel, "bytes"), "Peak memory above the inputs. Dotted: without a relative term.", path)
 
 
 def draw_speed(rows: Sequence[Row], path: Path, methods: Sequence[str] | None = None) -> None:
     """Time over ours against the length, forward, and forward with backward. methods: see figures.lines."""
+    panel = partial(draw_ratio_panel, methods=methods, subtitle="time / time of triton_relattn")
+    what = "Medians of interleaved runs. Dotted: without a relative term, a lower bound."
+    draw(rows, partial(_both_directions, panel, "ratio"), what, path)
 
-    def panels(of_kind: Sequence[Row], axes: Sequence[Any]) -> None:
-        for axis, (direction, words) in zip(axes, WORDS.items(), strict=True):
-            draw_ratio_panel(axis, of_kind, direction, methods, f"{words}: time / time of triton_relattn")
-        share_range(axes, "ratio")
 
-    draw(rows, panels, "Medians of interleaved runs. Dotted: without a relative term, a lower bound.", path)
+def _both_directions(panel: Callable[..., None], quantity: str, rows: Sequence[Row], axes: Sequence[Any]) -> None:
+    """A panel for each direction, with the same range."""
+    for axis, direction in zip(axes, summary.DIRECTIONS, strict=True):
+        panel(axis, rows, direction)
+    share_range(axes, quantity)

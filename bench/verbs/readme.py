@@ -14,44 +14,48 @@ from statistics import geometric_mean
 from typing import Any
 
 from ..cases.methods import OURS
-from ..report import figures, gpu, summary
-from ..report import models as of_models
+from ..report import figures, gpu, models, summary
 from ..report.rows import ROOT, read
 from ..report.summary import DENSE
 from ..report.text import digits, markdown_table, short_bytes, short_time
 from . import accuracy
-from . import lengths as new_lengths
 from .options import new_folder
 
 PAGES = ("README.md", "docs/benchmarks.md", "docs/numerics.md", "docs/transformers.md", "examples/README.md")
 PART = re.compile(r"(<!-- begin (\S+): python -m bench readme -->\n).*?(\n<!-- end -->\n)", re.DOTALL)
 RESULTS, FIGURE = ROOT / "bench" / "results" / "cpu", "first.png"
 LENGTH = 8192
+PEERS = {"flex_attention": "Compiled FlexAttention", "onnxruntime": "ONNX Runtime's Attention with a dense mask"}
+SHOWN = (
+    *("wav2vec2_bert", "wav2vec2_conformer", "parakeet", "parakeet_attention", "vits", "wavlm", "t5", "deberta_v2", "speecht5"),
+    *("inkling", "gemma4", "sam"),
+)
+"""Families of models in the tables of docs/transformers.md."""
 Measured = dict[int, dict[str, float]]
 
 
 def measured(file: str, direction: str, column: str) -> Measured:
-    """Return, by length, a column of our rows, of SDPA without positions and of the best dense method, "dense"."""
+    """By length, a column of our rows, of SDPA without positions and of the best dense method, "dense"."""
     found: Measured = {}
     for row in read(RESULTS / file):
         if row["direction"] == direction and row["status"] == "ok":
             found.setdefault(int(row["seqlen"]), {})[row["method"]] = float(row[column])
-    for each in found.values():
-        if dense := [each[method] for method in DENSE if method in each]:
-            each["dense"] = min(dense)
+    for by_method in found.values():
+        if dense := [by_method[method] for method in DENSE if method in by_method]:
+            by_method["dense"] = min(dense)
     return found
 
 
-def ratios(times: Measured, method: str, of: str) -> str:
-    """The smallest and the largest of a ratio over all lengths that have it."""
-    every = [each[method] / each[of] for each in times.values() if method in each and of in each]
-    return f"{min(every):.1f} to {max(every):.1f}"
+def ratios(times: Measured, method: str, other: str) -> str:
+    """The smallest and the largest ratio of two methods, over all lengths that have both."""
+    found = [times[n][method] / times[n][other] for n in times if method in times[n] and other in times[n]]
+    return f"{min(found):.1f} to {max(found):.1f}"
 
 
 def first() -> str:
     """README's first screen."""
     memory = measured("memory.csv", "forward+backward", "peak_bytes")[LENGTH]
-    forward, both = (measured("speed.csv", direction, "p50_ms") for direction in ("forward", "forward+backward"))
+    forward, both = (measured("speed.csv", direction, "p50_ms") for direction in summary.DIRECTIONS)
     lines = [f"![Peak memory and time against the sequence length]({(RESULTS / FIGURE).relative_to(ROOT)})", ""]
     row = next(row for row in read(RESULTS / "speed.csv") if row["status"] == "ok")
     lines += [f"| {LENGTH:,} tokens {on_a_cpu(row)}, forward + backward | memory | time |", "|---|---|---|"]
@@ -61,49 +65,46 @@ def first() -> str:
         lines.append(f"| {name}{' (lower bound)' * (method == 'sdpa')} | {cells} |")
     device, torch = row["device"].removeprefix("CPU, "), row["torch"].split("+")[0]
     longest_dense = max(length for length in both if "dense" in both[length])
-    what = (
+    text = (
         f"Measured on {row['threads']} threads of a CPU ({device}, torch {torch}), 8 heads of {row['head_dim']}, float32. "
         f"From {min(both)} to {longest_dense:,} tokens it is {ratios(both, 'dense', OURS)} times as fast as the fastest dense "
         f"method (forward alone {ratios(forward, 'dense', OURS)}). From {min(both)} to {max(both):,} it takes "
         f"{ratios(both, OURS, 'sdpa')} times as long as attention without positions (forward {ratios(forward, OURS, 'sdpa')}). "
-        f"{of_layers(2048)} {of_layers(512)} [All figures](docs/benchmarks.md)."
+        f"{models_sentence(2048)} {models_sentence(512)} [All figures](docs/benchmarks.md)."
     )
-    return "\n".join([*lines, "", what, ""])
+    return "\n".join([*lines, "", text, ""])
 
 
 def on_a_cpu(row: dict[str, Any]) -> str:
     return f"on a CPU ({row['threads']} threads)"
 
 
-def of_layers(length: int) -> str:
-    """How much faster layers of models are at a length, in a sentence: the mean, the worst and the best."""
-    found = list(of_models.over_ours(read(RESULTS / "models.csv"), length, "p50_ms").values())
+def models_sentence(length: int) -> str:
+    """How much faster layers of models are at a length: the mean, the worst and the best."""
+    found = list(models.over_ours(read(RESULTS / "models.csv"), length, "p50_ms").values())
     mean, spread = geometric_mean(found), f"{min(found):.1f} to {max(found):.1f}"
-    if mean < of_models.GAIN:
+    if mean < models.GAIN:
         return f"With {length:,} tokens there is no gain on average: {mean:.2f} times ({spread}, {len(found)} models)."
-    what = f"One layer of a transformers model is {mean:.1f} times as fast as stock with {length:,} tokens"
-    return f"{what} ({spread}; geometric mean of {len(found)} models, one sequence)."
+    text = f"One layer of a transformers model is {mean:.1f} times as fast as stock with {length:,} tokens"
+    return f"{text} ({spread}; geometric mean of {len(found)} models, one sequence)."
 
 
 def claims() -> str:
     """How fast ours is, beside dense methods, other packages and attention without a term: the worst and the best length."""
     forward, both = (measured("speed.csv", direction, "p50_ms") for direction in summary.DIRECTIONS)
     longest_dense = max(length for length in both if "dense" in both[length])
-    what = (
+    text = (
         f"At lengths {min(both)} to {longest_dense:,} the forward is {ratios(forward, 'dense', OURS)} times as fast as the "
-        f"fastest of {', '.join(f'`{each}`' for each in DENSE)}, with the backward {ratios(both, 'dense', OURS)} times. "
+        f"fastest of {', '.join(f'`{name}`' for name in DENSE)}, with the backward {ratios(both, 'dense', OURS)} times. "
     )
     for method, name in PEERS.items():
-        if any(method in each for each in forward.values()):
-            what += f"{name} takes {ratios(forward, method, OURS)} times as long forward; it has no backward on a CPU. "
-    what += (
+        if any(method in by_method for by_method in forward.values()):
+            text += f"{name} takes {ratios(forward, method, OURS)} times as long forward; it has no backward on a CPU. "
+    text += (
         f"At lengths {min(both)} to {max(both):,} ours takes {ratios(forward, OURS, 'sdpa')} times as long as `sdpa` takes "
         f"without a term, with the backward {ratios(both, OURS, 'sdpa')} times."
     )
-    return what
-
-
-PEERS = {"flex_attention": "Compiled FlexAttention", "onnxruntime": "ONNX Runtime's Attention with a dense mask"}
+    return text
 
 
 def machine(*files: str) -> str:
@@ -113,15 +114,20 @@ def machine(*files: str) -> str:
         threads = f"{row['threads']} thread{'s' * (row['threads'] != '1')}"
         where = f"{threads} of an {row['device'].removeprefix('CPU, ')}, torch {row['torch'].split('+')[0]}"
         commits.setdefault(where, {})[row["commit"].rstrip("+")] = None
-    found = [f"{where}, commit{'s' * (len(of) > 1)} {' and '.join(of)}" for where, of in commits.items()]
+    found = [f"{where}, commit{'s' * (len(names) > 1)} {' and '.join(names)}" for where, names in commits.items()]
     return f"\n\nMeasured on {'; '.join(found)}."
+
+
+def with_machine(table: Callable[[list[dict[str, str]]], str], *files: str) -> str:
+    """A table of the rows of some files, and where they come from."""
+    return table([row for file in files for row in read(RESULTS / file)]).strip() + machine(*files)
 
 
 def huang() -> str:
     """Peaks of one causal head, in MB."""
     peaks = measured("huang.csv", "forward", "peak_bytes")
     methods = ("shaw_gather", "skewing", OURS, "plain")
-    body = [[f"{n:,}", *(f"{each[method] / 1e6:,.1f}" for method in methods)] for n, each in sorted(peaks.items())]
+    body = [[f"{n:,}", *(f"{peaks[n][method] / 1e6:,.1f}" for method in methods)] for n in sorted(peaks)]
     return markdown_table(["length", *methods], body)
 
 
@@ -139,20 +145,13 @@ def short() -> str:
     return summary.beside_dense(rows).strip() + machine("short.csv")
 
 
-def models() -> str:
+def model_tables() -> str:
     """Some families: how much faster at each length, time and memory at their longest one."""
     rows = read(RESULTS / "models.csv")
-    short = of_models.lengths_of(rows)[0]
-    worst, *_, best = sorted((ratio, case) for case, ratio in of_models.over_ours(rows, short, "p50_ms").items())
-    named = [f"{ratio:.2f} ({of_models.named(case)})" for ratio, case in (worst, best)]
-    return f"{of_models.tables(rows, SHOWN)}\n{of_layers(short)} The extremes are {' and '.join(named)}.{machine('models.csv')}"
-
-
-SHOWN = (
-    *("wav2vec2_bert", "wav2vec2_conformer", "parakeet", "parakeet_attention", "vits", "wavlm", "t5", "deberta_v2", "speecht5"),
-    *("inkling", "gemma4", "sam"),
-)
-"""Families of models in the tables of docs/transformers.md."""
+    shortest = models.single_lengths(rows)[0]
+    worst, *_, best = sorted((ratio, case) for case, ratio in models.over_ours(rows, shortest, "p50_ms").items())
+    extremes = " and ".join(f"{ratio:.2f} ({models.family_title(case)})" for ratio, case in (worst, best))
+    return f"{models.tables(rows, SHOWN)}\n{models_sentence(shortest)} The extremes are {extremes}.{machine('models.csv')}"
 
 
 def music() -> str:
@@ -164,20 +163,17 @@ def music() -> str:
 PARTS: dict[str, Callable[[], str]] = {
     "first": first,
     "claims": claims,
-    "lengths": lambda: (
-        summary.markdown([*read(RESULTS / "speed.csv"), *read(RESULTS / "memory.csv")]).strip()
-        + machine("speed.csv", "memory.csv")
-    ),
-    "bias": lambda: summary.markdown(read(RESULTS / "bias.csv")).strip() + machine("bias.csv"),
-    "new-lengths": lambda: new_lengths.markdown(read(RESULTS / "lengths.csv")).strip() + machine("lengths.csv"),
+    "lengths": lambda: with_machine(summary.markdown, "speed.csv", "memory.csv"),
+    "bias": lambda: with_machine(summary.markdown, "bias.csv"),
+    "new-lengths": lambda: with_machine(summary.new_lengths, "lengths.csv"),
     "huang": huang,
     "short": short,
-    "bf16": lambda: summary.beside_dense(read(RESULTS / "short_bf16.csv")).strip() + machine("short_bf16.csv"),
+    "bf16": lambda: with_machine(summary.beside_dense, "short_bf16.csv"),
     "decoding": decoding,
     "accuracy": lambda: accuracy.markdown(read(RESULTS / "accuracy.csv")),
-    "models": models,
-    "models-short": lambda: of_models.ratios(read(RESULTS / "models_short.csv"), SHOWN),
-    "models-bf16": lambda: of_models.ratios(read(RESULTS / "models_bf16.csv")),
+    "models": model_tables,
+    "models-short": lambda: models.ratios(read(RESULTS / "models_short.csv"), SHOWN),
+    "models-bf16": lambda: models.ratios(read(RESULTS / "models_bf16.csv")),
     "music": music,
     "gpu": gpu.first,
     "gpu-speed": gpu.speed,
@@ -188,8 +184,8 @@ PARTS: dict[str, Callable[[], str]] = {
 
 def wrapped(text: str) -> str:
     """Markdown whose paragraphs have lines of 80 columns; tables have one line per row."""
-    every = (line if line.startswith("|") else textwrap.fill(line, 80, break_on_hyphens=False) for line in text.splitlines())
-    return "\n".join(every)
+    lines = text.splitlines()
+    return "\n".join(line if line.startswith("|") else textwrap.fill(line, 80, break_on_hyphens=False) for line in lines)
 
 
 def written(page: str) -> str:
@@ -203,7 +199,8 @@ def draw(path: Path) -> None:
 
     with plt.rc_context({"font.size": figures.FONT, "font.family": "DejaVu Sans", "text.color": figures.INK}):
         drawn, axes = plt.subplots(1, 2, figsize=(figures.WIDTH, 3.4))
-        for axis, (file, column, quantity, what, times) in zip(axes, FIRST, strict=True):
+        panels = (("memory.csv", "peak_bytes", "bytes", "memory", "as much"), ("speed.csv", "p50_ms", "time", "time", "as long"))
+        for axis, (file, column, quantity, what, times) in zip(axes, panels, strict=True):
             rows = [row for row in read(RESULTS / file) if row["direction"] == "forward+backward"]
             points = figures.lines(rows, "forward+backward", column, figures.LEADING)
             title, subtitle = figures.finding(points, times, what), f"forward + backward {on_a_cpu(rows[0])}: {what}"
@@ -214,9 +211,6 @@ def draw(path: Path) -> None:
         drawn.tight_layout(w_pad=1.5)
         drawn.savefig(path, dpi=figures.DPI, facecolor="white")
         plt.close(drawn)
-
-
-FIRST = (("memory.csv", "peak_bytes", "bytes", "memory", "as much"), ("speed.csv", "p50_ms", "time", "time", "as long"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

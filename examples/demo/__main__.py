@@ -24,7 +24,7 @@ from triton_relattn._peaks import SHARE, available_bytes
 
 from ..music.tokens import chorales
 from . import layer
-from .sweep import BATCH, COMPARED, DIRECTION, HEAD_DIM, HEADS, case_of, sweep
+from .sweep import BATCH, COMPARED, DIRECTION, HEAD_DIM, HEADS, make_case, sweep
 
 SHORTEST = 256
 LONGEST, LONGEST_QUICK = 8192, 1024
@@ -75,7 +75,7 @@ def check(device: str, lengths: list[int]) -> list[str]:
     header = ("", "largest value", "reference's error", "error", "allowed", "")
     print(table(header, [row.cells() for row in rows]))
 
-    methods = timing.prepare(case_of(lengths[0], "fp32"), COMPARED, [DIRECTION], device, {})
+    methods = timing.prepare(make_case(lengths[0], "fp32"), COMPARED, [DIRECTION], device, {})
     errors = ", ".join(f"{each.method} {each.found.get('error', float('nan')):.1e}" for each in methods)
     print(f"\nThe methods to be measured, at length {lengths[0]}: distance from float64, of the result's norm\n  {errors}")
     wrong = [f"{each.method}: {each.found['status']}" for each in methods if not each.is_ok]
@@ -95,11 +95,11 @@ def draw(rows: Sequence[dict[str, Any]], memory_limit: int, path: Path) -> None:
 
     matplotlib.use("Agg")
 
-    def panels(of_kind: Sequence[dict[str, Any]], axes: Sequence[Any]) -> None:
+    def panels(alike: Sequence[dict[str, Any]], axes: Sequence[Any]) -> None:
         memory, milliseconds = axes
-        figures.draw_memory_panel(memory, of_kind, DIRECTION, None, "peak memory, lower is better")
-        title = figures.finding(figures.lines(of_kind, DIRECTION, "p50_ms", figures.LEADING), "as long", "Time")
-        times = figures.lines(of_kind, DIRECTION, "p50_ms")
+        figures.draw_memory_panel(memory, alike, DIRECTION, None, "peak memory, lower is better")
+        title = figures.finding(figures.lines(alike, DIRECTION, "p50_ms", figures.LEADING), "as long", "Time")
+        times = figures.lines(alike, DIRECTION, "p50_ms")
         figures.draw_panel(milliseconds, times, figures.STYLES, "time", title, "time, lower is better")
 
     what = f"Forward + backward. Memory: peak above the inputs, of {short_bytes(memory_limit)} at most."

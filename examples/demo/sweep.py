@@ -9,9 +9,9 @@ from typing import Any
 from bench.cases.attention import Case
 from bench.cases.baselines import BASELINES
 from bench.cases.methods import OURS
-from bench.measure import point
+from bench.measure import processes
 from bench.report.progress import progress
-from bench.verbs.speed import Failures, config_of
+from bench.verbs.speed import Failures, configurations
 
 # One sequence through a layer of width 512, as in the Music Transformer and the base Transformer.
 BATCH, HEADS, HEAD_DIM = 1, 8, 64
@@ -22,7 +22,7 @@ DIRECTION = "forward+backward"
 SECONDS_PER_POINT = 0.4  # a few passes at 1024, the longest length where a pass takes about 0.1 s on two cores
 
 
-def case_of(length: int, dtype: str) -> Case:
+def make_case(length: int, dtype: str) -> Case:
     """Full attention with a table of 2n - 1 rows."""
     return Case(BATCH, HEADS, length, HEAD_DIM, dtype=dtype)
 
@@ -40,7 +40,7 @@ def why_skip(last: tuple[int, dict[str, Any]] | None, length: int, memory_limit:
     pass_seconds = growth * last[1]["p50_ms"] / 1e3
     if growth * last[1]["peak_bytes"] > memory_limit:
         pass_seconds /= 2  # it ends on the way
-    seconds = pass_seconds * (1 if pass_seconds > point.LONG else 2)
+    seconds = pass_seconds * (1 if pass_seconds > processes.LONG else 2)
     if seconds > seconds_left:
         return f"skipped: would take about {seconds:.0f} s, {seconds_left:.0f} s are left"
     return None
@@ -60,20 +60,23 @@ def sweep(lengths: Sequence[int], dtype: str, device: str, memory_limit: int, bu
     # The constant part of a point, its process and its repeats, takes about as long as the growing one does at 1024.
     skipped: dict[tuple[int, str], str] = {}
     for length, method in progress(
-        points, lambda each: f"{each[1]}, {each[0]}", lambda each: 1024**2 + each[0] ** 2, lambda each: skipped.get(each, "")
+        points,
+        lambda point: f"{point[1]}, {point[0]}",
+        lambda point: 1024**2 + point[0] ** 2,
+        lambda point: skipped.get(point, ""),
     ):
-        case = case_of(length, dtype)
+        case = make_case(length, dtype)
         row = {"verb": "demo", **case.columns(), "method": method, "direction": DIRECTION}
         if method == OURS:
-            row["config"] = config_of(case, DIRECTION, device, has_table=True)
+            row["config"] = configurations(case, DIRECTION, device)
         seconds_left = end - time.monotonic()
-        not_tried = failures.of(case).get(method) or why_skip(last.get(method), length, memory_limit, seconds_left)
+        not_tried = failures.reasons(case).get(method) or why_skip(last.get(method), length, memory_limit, seconds_left)
         if not_tried is not None:
             row["status"] = skipped[length, method] = not_tried
         elif device == "cuda":
-            row |= point.measure(case, method, DIRECTION, device, SECONDS_PER_POINT)
+            row |= processes.measure(case, method, DIRECTION, device, SECONDS_PER_POINT)
         else:
-            row |= point.measure_in_own_process(case, method, DIRECTION, memory_limit, SECONDS_PER_POINT, seconds_left)
+            row |= processes.measure_in_own_process(case, method, DIRECTION, memory_limit, SECONDS_PER_POINT, seconds_left)
         if row["status"] == "ok":
             last[method] = (length, row)
         failures.remember(case, [row])

@@ -13,13 +13,13 @@ import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.cases import features
-from bench.cases.configurations import own_tile
 from bench.cases.features import LENGTH, call
 from bench.compile import KernelCase, used_by
 from bench.compiled import (
     Launch,
     Resources,
     matrix_instructions,
+    own_tile,
     recorded_launches,
     selected,
 )

@@ -1,4 +1,4 @@
-"""The verbs ``compile`` and ``tune`` of ``python -m bench``, without a GPU."""
+"""``python -m bench compile``, without a GPU."""
 
 from __future__ import annotations
 
@@ -10,14 +10,8 @@ import pytest
 pytest.importorskip("tqdm")
 
 from bench import compile as verb
-from bench import tune
 from bench.__main__ import main
-from bench.cases import attention as cases
 from bench.report.rows import STAMP, read
-from triton_relattn.kernels.config import profiles, selection
-from triton_relattn.kernels.config.selection import TileConfig
-
-TASK = tune.Task(cases.Case(1, 2, 300, 64), True, "forward", "sm_90")
 
 
 @pytest.mark.thorough
@@ -45,24 +39,3 @@ def test_kernels_that_do_not_compile_are_rows(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(verb, "compiled", fail)
     row = verb.row(verb.KernelCase("dtable", "sm_120", "fp16", 32, "t5"))
     assert row["status"] == "RuntimeError: no such instruction" and row["block_m"] > 0 and "registers" not in row
-
-
-@pytest.mark.thorough
-def test_tune_ranks_and_says_that_nothing_was_timed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(cases.GROUPS, "small", [TASK.case])
-    monkeypatch.setattr(selection, "candidates", lambda *_: [TileConfig(64, 32, 4, 2), TileConfig(128, 128, 4, 2)])
-    path = tmp_path / "tune.csv"
-    arguments = ["--cases", "small", "--kernels", "forward", "--reach", "9", "--jobs", "1", "--target", "sm_90"]
-    assert main(["tune", *arguments, "--csv", str(path)]) == 0
-    printed = capsys.readouterr().out
-    assert "nothing is run, checked or timed" in printed and "no profile was written" in printed
-    assert not profiles.user_profile_path("sm_90").exists()
-    rows = [row for row in read(path) if row["coverage"] == "full"]
-    assert [(row["is_default"], row["is_chosen"], row["status"]) for row in rows] == [
-        (is_default, "False", "ok") for is_default in ("True", "False", "False")
-    ]
-    assert not any(row["p50_ms"] or row["error"] for row in rows)
-    costs = [float(row["instructions_per_score"]) for row in rows]
-    assert costs[1:] == sorted(costs[1:]) and min(costs) > 0

@@ -11,7 +11,6 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from bench.compiled import recorded_launches
-from bench.gpu.checks import launched as noted
 from tools.absent_gpu import AbsentGPU
 from triton_relattn import RelativePositions
 from triton_relattn._core import validation
@@ -139,17 +138,6 @@ def test_parts_are_launched_without_a_search(searches: list[str], monkeypatch: p
     monkeypatch.setattr(AbsentGPU, "get_current_device", lambda _: 1)
     launched("sm_90", given, ())
     assert len(searches) == 2 * before
-
-
-def test_noting_kernels_leaves_launches_quick(searches: list[str]) -> None:
-    """bench.gpu notes the kernels of what it times."""
-    given = usual(torch.bfloat16)
-    with noted() as kernels:
-        count = len(launched("sm_90", given, ()))
-        before = len(searches)
-        assert before == count == len(kernels)
-        launched("sm_90", given, ())
-        assert len(searches) == before
 
 
 @pytest.mark.thorough

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,12 +26,11 @@ from bench.cases import methods
 from bench.cases.attention import Case
 from bench.cases.methods import METHODS, OURS, Method
 from bench.families import FAMILIES
-from bench.measure import point, timing
-from bench.report import figures, gpu
-from bench.report import models as of_models
+from bench.measure import processes, timing
+from bench.report import figures
+from bench.report import models as model_tables
 from bench.report.rows import ROOT, STAMP, read
-from bench.verbs import accuracy, readme, speed, verify
-from bench.verbs import lengths as new_lengths
+from bench.verbs import accuracy, compare, readme, speed
 from triton_relattn import RelativePositions
 
 CASE = Case(1, 2, 64, 16, dtype="fp32")
@@ -63,12 +62,6 @@ def in_process(case: Case, method: str, direction: str, memory_limit: int) -> di
     if method != OURS and case.length >= 96:
         return {"status": f"{timing.OUT_OF_MEMORY}: more than {memory_limit}"}
     return {"status": "ok", "peak_bytes": 1000 * case.length ** (1 if method == OURS else 2)}
-
-
-def test_list(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list"]) == 0
-    printed = capsys.readouterr().out
-    assert all(name in printed for name in (*METHODS, *cases.GROUPS, "valid configurations", "b1 h8 n16384 d64 full fp32"))
 
 
 def test_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,7 +118,7 @@ def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 def test_a_red_gate_prints_no_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """speed and memory measure nothing if one of the tests of what they measure fails."""
-    monkeypatch.setattr(verify, "gate", lambda device: 1)
+    monkeypatch.setattr(speed, "tests_pass", lambda device: False)
     for verb in ("speed", "memory"):
         assert main([verb, "--cases", "small", "--device", "cpu", "--csv", str(tmp_path / "rows.csv")]) == 1
         assert not (tmp_path / "rows.csv").exists()
@@ -133,7 +126,7 @@ def test_a_red_gate_prints_no_number(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 def test_a_call_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """--shape takes the place of the cases, in time and in memory."""
-    monkeypatch.setattr(point, "measure_in_own_process", in_process)
+    monkeypatch.setattr(processes, "measure_in_own_process", in_process)
     own = ["--shape", "b2,h4,n20,d8,kv2", "--shape", "n12d16q1h2", "--table", "5", "--dtype", "fp32", "--causal"]
     for verb, more in (("speed", ["--seconds", "0"]), ("memory", [])):
         path = tmp_path / f"{verb}.csv"
@@ -161,10 +154,10 @@ def test_ctrl_c_keeps_the_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
 def test_memory_in_a_process_of_its_own() -> None:
     """Dense attention holds all scores at once, ours does not; where memory is limited that is a row, not the end."""
     case, scores = CASE.resized(4096), 2 * 4096**2 * 4
-    dense, ours = (point.measure_in_own_process(case, method, "forward", 8 << 30) for method in ("gather", OURS))
+    dense, ours = (processes.measure_in_own_process(case, method, "forward", 8 << 30) for method in ("gather", OURS))
     assert dense["status"] == ours["status"] == "ok"
     assert dense["peak_bytes"] > 2 * scores > 8 * ours["peak_bytes"] > 0
-    limited = point.measure_in_own_process(case.resized(16384), "gather", "forward", 1 << 30)
+    limited = processes.measure_in_own_process(case.resized(16384), "gather", "forward", 1 << 30)
     assert limited == {"status": "out of memory: more than 1 GiB"}
 
 
@@ -182,14 +175,14 @@ def end(code: int) -> Any:
     [(-9, "out of memory: ended by the system"), (3, "failed: ended with 3"), (0, "stopped: no result after 0 s")],
 )
 def test_a_process_that_dies_or_hangs_is_a_row(code: int, status: str) -> None:
-    assert point.in_own_process(end, (code,), None if code else 0.5) == {"status": status}
+    assert processes.in_own_process(end, (code,), None if code else 0.5) == {"status": status}
 
 
 def test_memory_goes_on_past_the_failures(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What lacks memory is not tried at longer lengths; the law is that of the longer half of the lengths."""
-    monkeypatch.setattr(point, "measure_in_own_process", in_process)
+    monkeypatch.setattr(processes, "measure_in_own_process", in_process)
     ladder(monkeypatch, 8, 16, 32, 64, 96, 128)
     path = tmp_path / "memory.csv"
     assert main(["memory", *SMALL, "--methods", f"{OURS},gather", "--csv", str(path)]) == 0
@@ -202,107 +195,17 @@ def test_memory_goes_on_past_the_failures(
 
 def test_every_method_has_a_style_and_every_family_a_name() -> None:
     assert set(figures.STYLES) == set(METHODS)
-    assert set(of_models.NAMES) == set(FAMILIES) and len(set(of_models.NAMES.values())) == len(FAMILIES)
+    assert set(model_tables.NAMES) == set(FAMILIES) and len(set(model_tables.NAMES.values())) == len(FAMILIES)
 
 
-def test_figures_show_the_best_dense_method() -> None:
-    """At each length the least of them; a title names the worst and the best ratio; memory ends where it ends for all."""
-    found = {
-        (OURS, 64): 2.0, (OURS, 128): 4.0, (OURS, 256): 8.0,
-        ("gather", 64): 3.0, ("skewing", 64): 2.5, ("gather", 128): 20.0, ("skewing", 128): 30.0,
-    }  # fmt: skip
-    rows = [
-        {"method": method, "direction": "forward", "seqlen": str(length), "p50_ms": str(value), "status": "ok"}
-        for (method, length), value in found.items()
-    ]
-    lacking = {"direction": "forward", "p50_ms": "", "status": "out of memory"}
-    rows += [{"method": method, "seqlen": "256", **lacking} for method in ("gather", "skewing")]
-    points = figures.lines(rows, "forward", "p50_ms", figures.LEADING)
-    assert list(points) == [OURS, figures.BEST_DENSE] and points[figures.BEST_DENSE] == [(64, 2.5), (128, 20.0)]
-    assert figures.finding(points, "as long", "Time") == "Dense takes 1.2 to 5.0 times as long"
-    assert figures.finding({OURS: points[OURS]}, "as long", "Time") == "Time"
-    assert figures.failures(rows, "forward", figures.LEADING) == {figures.BEST_DENSE: 256}
-    assert figures.failures(rows[:-1], "forward", figures.LEADING) == {}
-
-
-def test_claims_are_of_all_lengths() -> None:
-    """README's and the benchmarks' page name the worst and the best measured length, the longest one included."""
-    times: dict[tuple[str, str], dict[str, float]] = {}
-    for row in read(readme.RESULTS / "speed.csv"):
-        if row["status"] == "ok":
-            times.setdefault((row["direction"], row["seqlen"]), {})[row["method"]] = float(row["p50_ms"])
-    for direction in ("forward", "forward+backward"):
-        ratios = [of[OURS] / of["sdpa"] for (each, _), of in times.items() if each == direction]
-        said = f"{min(ratios):.1f} to {max(ratios):.1f}"
-        assert said in readme.claims() and said in readme.first(), (direction, said)
-
-
-def test_rows_of_a_gpu_that_the_host_held_up_are_marked() -> None:
-    """The median has to be far above the fastest fifth; a long queue alone delays nothing, nor do rows without a spread."""
-    row = {"p50_ms": "1.2", "p20_ms": "1.0", "waits_for_host": "yes"}
-    assert gpu.median(row) == "1.20 †"
-    for changed in ({"p50_ms": "1.05"}, {"waits_for_host": "no"}, {"p20_ms": ""}):
-        assert not gpu.is_held_up(row | changed)
-
-
-def test_times_that_did_not_repeat_are_marked() -> None:
-    """A second run's median of the same call differed by more than a tenth; of those that the host held up they say that."""
-    again = {key: float(row["p50_ms"]) for key, row in gpu.timed(run="again").items()}
-    found = dict[str, int]()
-    for key, row in gpu.timed("long").items():
-        ratio = float(row["p50_ms"]) / again.get(key, float(row["p50_ms"]))
-        mark = gpu.median(row).partition(" ")[2]
-        assert mark == ("†" if gpu.is_held_up(row) else "‡" * (max(ratio, 1 / ratio) > 1.1)), key
-        found[mark] = found.get(mark, 0) + 1
-    assert found.keys() == {"", "†", "‡"}
-
-
-def test_claims_of_a_gpu() -> None:
-    """README's ratios are those of its calls, losses as well; dense methods are compared with ours in the same call and run."""
-    rows = read(gpu.RESULTS / "measure" / "results.csv")
-    times = {
-        (row["group"], row["case"], row["method"], row["direction"]): row["p50_ms"] for row in rows if row["verb"] == "speed"
-    }
-
-    def ratio(group: str, case: str, direction: str, method: str, of: str) -> str:
-        first, second = (float(times[group, case, each, direction]) for each in (method, of))
-        return f"{first / second:.1f}"
-
-    said = " ".join(readme.PARTS["gpu"]().split())
-    for batch, length in ((16, 1024), (4, 4096), (1, 16384)):
-        case = f"b{batch} h32 n{length} d64 full bf16"
-        forward, both = (ratio("long", case, each, OURS, "sdpa_flash") for each in ("forward", "forward+backward"))
-        found = re.search(
-            rf"\| {batch} x {length:,} tokens \| [\d.]+ ms(?: †)? \| ([\d.]+) \| [\d.]+ ms(?: †)? \| ([\d.]+) \|", said
-        )
-        assert found and found.groups() == (forward, both)
-    of_dense = (("b16 h32 n1024", "shaw_gather", "shaw_gather"), ("b2 h32 n4096", "dense_bias", "gather"))
-    for number, direction in enumerate(("forward", "forward+backward")):
-        slower = [ratio("dense", f"{case} d64 full bf16", direction, each[number], OURS) for case, *each in of_dense]
-        assert f"{slower[0]}x and {slower[1]}x" in said
-
-
-def test_calls_that_earlier_kernels_computed_faster_are_named() -> None:
-    before, rows = (
-        gpu.timed(run="before"),
-        {key: row for group in ("long", "speech", "t5") for key, row in gpu.timed(group).items()},
-    )
-    keys = [key for key in before if key[1:] == (OURS, "forward+backward")]
-    slower = [key for key in keys if gpu.over(rows[key], before[key]) > gpu.GAIN]
-    page = gpu.earlier()
-    assert f"in {len(slower)} of the {len(keys)} calls" in page and 0 < len(slower) < len(keys)
-    assert all(f"| {gpu.call_of(rows[key])} |" in page for key in slower)
-
-
-@pytest.mark.parametrize("smallest", [1000, 0, -4096])
-def test_plot_from_csv_alone(smallest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if a peak of a short length is nothing, or less than what was there before."""
+def test_plot_from_csv_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the peak of a short length is less than what was there before."""
     ladder(monkeypatch, 32, 64)
 
     def measured(case: Case, *others: Any) -> dict[str, Any]:
-        return {"status": "ok", "peak_bytes": smallest} if case.length == 32 else in_process(case, *others)
+        return {"status": "ok", "peak_bytes": -4096} if case.length == 32 else in_process(case, *others)
 
-    monkeypatch.setattr(point, "measure_in_own_process", measured)
+    monkeypatch.setattr(processes, "measure_in_own_process", measured)
     path = tmp_path / "memory.csv"
     assert main(["memory", *SMALL, "--methods", f"{OURS},gather,sdpa", "--csv", str(path)]) == 0
     assert main(["plot", str(path), "--out", str(tmp_path / "figures")]) == 0
@@ -320,25 +223,21 @@ def test_committed_rows_make_the_pages(tmp_path: Path) -> None:
 
 
 def test_accuracy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The table compares errors: ours is smaller than the others' in bfloat16 and as good in float32; a failure is a row."""
-    arguments = ["--cases", "sharp,near_12800", "--dtypes", "bf16,fp32", "--length", "70", "--device", "cpu"]
-    assert main(["accuracy", *arguments, "--csv", str(tmp_path / "rows.csv")]) == 0
+    """Ours is more accurate than dense methods in bfloat16, and as good in float32; what cannot run is a row."""
+    arguments = ["accuracy", "--cases", "sharp,near_12800", "--dtypes", "bf16,fp32", "--length", "70", "--device", "cpu"]
+    assert main([*arguments, "--csv", str(tmp_path / "rows.csv")]) == 0
     rows = read(tmp_path / "rows.csv")
-    assert {row["status"] for row in rows} == {"ok"} and all(row["commit"] and row["torch"] for row in rows)
-    ours, eager, sdpa = (
-        {(row["case"], row["dtype"]): [float(row[name]) for name in accuracy.RESULTS] for row in rows if row["method"] == method}
-        for method in ("triton_relattn (blockwise)", "eager", "sdpa")
-    )
-    assert all(2 * error < other for error, other in zip(ours["sharp", "bf16"][1:], eager["sharp", "bf16"][1:], strict=True))
-    assert 5 * ours["sharp", "bf16"][-1] < sdpa["sharp", "bf16"][-1]
-    within("sharp, fp32", ours["sharp", "fp32"][-1], 10 * tolerance_of(torch.float32))  # of terms that cancel
-    assert ours["near_12800", "bf16"][0] < 0.01 < 0.5 < eager["near_12800", "bf16"][0]
+    assert {row["status"] for row in rows} == {"ok"}
+    errors = {(row["method"], row["case"], row["dtype"]): float(row["d_table"]) for row in rows}
+    ours = f"{OURS} (blockwise)"
+    assert all(2 * errors[ours, "sharp", "bf16"] < errors[method, "sharp", "bf16"] for method in ("eager", "sdpa"))
+    within("sharp, fp32", errors[ours, "sharp", "fp32"], 10 * tolerance_of(torch.float32))  # of terms that cancel
     assert accuracy.markdown(rows) in capsys.readouterr().out
-    assert main(["accuracy", *arguments, "--implementation", "triton", "--methods", OURS]) == 0
+    assert main([*arguments, "--implementation", "triton", "--methods", OURS]) == 0
     assert "cannot run here" in capsys.readouterr().out
 
 
-def models_of(*words: str) -> list[str]:
+def models_command(*words: str) -> list[str]:
     return ["models", "--small", "--device", "cpu", "--seconds", "0", *words]
 
 
@@ -347,9 +246,9 @@ def test_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Stock and ours, checked, in a process of their own: a figure, a table, and the ratios of batches."""
     pytest.importorskip("transformers")
     path = tmp_path / "models.csv"
-    assert main(models_of("--families", "parakeet_attention", "--lengths", "48,24", "--csv", str(path))) == 0
+    assert main(models_command("--families", "parakeet_attention", "--lengths", "48,24", "--csv", str(path))) == 0
     words = ("--lengths", "24", "--batches", "3", "--methods", "triton_relattn,stock", "--no-memory", "--rounds", "3")
-    assert main(models_of("--families", "seamless_m4t_v2", *words, "--csv", str(path), "--append")) == 0
+    assert main(models_command("--families", "seamless_m4t_v2", *words, "--csv", str(path), "--append")) == 0
     rows = read(path)
     assert {(row["seqlen"], row["batch"], row["method"]) for row in rows} == {
         *((length, "1", method) for length in ("24", "48") for method in models.METHODS),
@@ -377,27 +276,67 @@ def test_a_model_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp
         return RelativePositions(first - 1, last - 1, outside=outside)
 
     def in_this_process(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-        return models.measure(FAMILIES[name], options)
+        return models.Measurement(FAMILIES[name], options).rows()
 
     monkeypatch.setattr(vits, "RelativePositions", shifted)
     monkeypatch.setattr(enable, "compare", lambda module, candidates, *_: (candidates(module)[0][1](), 0.0))
     monkeypatch.setattr(models, "in_own_process", in_this_process)
     path = tmp_path / "models.csv"
-    assert main(models_of("--families", "vits", "--lengths", "24", "--directions", "forward", "--csv", str(path))) == 1
+    assert main(models_command("--families", "vits", "--lengths", "24", "--directions", "forward", "--csv", str(path))) == 1
     ours, eager, sdpa = read(path)
     assert ours["status"].startswith("wrong: out is off by") and not ours["p50_ms"]
     assert eager["status"] == "ok" and eager["p20_ms"]
     assert sdpa["status"] == "does not apply: the model has none" and not sdpa["p50_ms"]
 
 
-def test_lengths_never_met(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_lengths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each length is computed once, and then all of them again; the memory kept is in between."""
-    monkeypatch.setattr(new_lengths, "LONGEST", 160)
-    monkeypatch.setattr(point, "in_own_process", lambda work, arguments, timeout: work(*arguments))
+    monkeypatch.setattr(speed, "LONGEST", 160)
+    monkeypatch.setattr(processes, "in_own_process", lambda work, arguments, timeout: work(*arguments))
     path = tmp_path / "lengths.csv"
-    assert main(["lengths", "--count", "12", "--methods", "triton_relattn,sdpa", "--csv", str(path)]) == 0
-    assert len(set(new_lengths.lengths(11))) == 11 and set(new_lengths.lengths(12)) == set(range(150, 161))
+    assert main(["speed", "--new-lengths", "12", "--methods", "triton_relattn,sdpa", "--csv", str(path)]) == 0
+    assert len(set(speed.new_lengths(11))) == 11 and set(speed.new_lengths(12)) == set(range(150, 161))
     rows = read(path)
     assert [row["method"] for row in rows] == [OURS, "sdpa"] and all(row["lengths"] == "12" for row in rows)
     assert all(float(row["first_ms"]) > 0 and float(row["again_ms"]) > 0 for row in rows)
     assert "| triton_relattn | 12 |" in capsys.readouterr().out
+
+
+SLOW = """
+import time as _time
+
+_attend = fused_relative_attention
+
+
+def fused_relative_attention(*arguments, **options):
+    _time.sleep(0.1)
+    return _attend(*arguments, **options)
+"""
+
+
+def test_compare_with_another_checkout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each process has the package of its own folder: here one in which every call takes a tenth of a second longer."""
+    shutil.copytree(ROOT / "triton_relattn", tmp_path / "triton_relattn", ignore=shutil.ignore_patterns("__pycache__"))
+    with (tmp_path / "triton_relattn" / "__init__.py").open("a") as file:
+        file.write(SLOW)
+    words = ["--shape", "b1,h1,n16,d8", "--device", "cpu", "--directions", "forward", "--methods", OURS, "--seconds", "0"]
+    assert main(["compare", str(tmp_path), "speed", *words]) == 0
+    here, there, ratio = map(float, capsys.readouterr().out.splitlines()[2].split()[-3:])
+    assert there >= 100 > here and ratio < 1
+    (tmp_path / "triton_relattn" / "__init__.py").write_text("raise ImportError('no such thing')")
+    assert main(["compare", str(tmp_path), "speed", *words]) == 1
+
+
+def test_compare_with_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its files are there while they are measured; a name that is none, and a folder without git, are errors."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("no git checkout")
+    with compare.checkout("HEAD") as folder:
+        assert (folder / "triton_relattn" / "__init__.py").exists() and folder != ROOT
+    assert not folder.exists()
+    monkeypatch.setattr(compare, "compare", lambda *_: pytest.fail("something is measured"))
+    for root, message in ((ROOT, "neither a commit"), (tmp_path, "no git checkout")):
+        monkeypatch.setattr(compare, "ROOT", root)
+        with pytest.raises(SystemExit) as ended:
+            main(["compare", "no-such-commit", "speed"])
+        assert ended.value.code == 2 and message in capsys.readouterr().err

@@ -16,7 +16,7 @@ import pytest
 
 from bench.__main__ import VERBS
 from bench.report.rows import STAMP
-from bench.verbs import verify
+from bench.verbs import speed
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -24,19 +24,26 @@ PROGRAM = r"python3? -m ((?:bench|triton_relattn|examples\.\w+)\b(?!\.)[^`\n]*"
 TWO = "--methods triton_relattn,gather"
 MORE = {
     "bench speed": f"--cases small --seconds 0 --no-verify {TWO}",
+    "bench compare": "--seconds 0",
     "bench memory": f"--cases small --no-verify {TWO}",
     "bench models": "--families parakeet_attention --lengths 16 --batches 2 --rounds 1 --seconds 0 --small --no-memory --alone",
     "bench accuracy": "--length 20 --cases normal --dtypes fp32",
     "bench plot": "--out FOLDER",
-    "bench verify": "--help",
     "bench readme": "--out FOLDER",
     "triton_relattn tune": "--shape b1,h1,n20,d16",
     "triton_relattn measure": "--length 20 --seconds 0 --inputs tests.cpu.test_measure:inputs",
     "examples.": "--help",
 }
 """What is put behind a command so that it takes seconds, by how it begins."""
-INSTEAD = {"n1500": "n20", "out/bench/": "bench/results/cpu/", "package.module:factory": "tests.cpu.stock:SpeechBlock"}
-NEED_TRITON = (*(f"bench {verb}" for verb in ("tune", "compile", "host")), "bench.gpu")
+INSTEAD = {
+    "n1500": "n20",
+    "n2048": "n20",
+    "compare main": "compare HEAD",
+    "lengths 200": "lengths 2",
+    "out/bench/": "bench/results/cpu/",
+    "package.module:factory": "tests.cpu.stock:SpeechBlock",
+}
+NEED_TRITON = (*(f"bench {verb}" for verb in ("tune", "compile", "host", "gpu")), "bench.gpu")
 NEED_A_GPU = ("triton_relattn check", "triton_relattn tune")
 
 
@@ -118,7 +125,7 @@ import sys
 sys.modules.update(dict.fromkeys(("matplotlib", "music21", "numpy", "tqdm", "transformers")))
 from bench import models
 from bench.report.progress import progress
-from bench.verbs import accuracy, listing, memory, plot, readme, speed, verify
+from bench.verbs import accuracy, compare, memory, plot, readme, speed
 from examples.demo.__main__ import arguments_of
 sys.stderr.isatty = lambda: True
 print(*progress("ab", str))
@@ -140,10 +147,11 @@ ODD = """
     bench compile --jobs 0
     bench compile --features fuller
     bench compile --targets sm_90,sm_12
-    bench tune --jobs 0
+    bench tune --timed 0
     bench tune --profile {file}/profile.csv
-    bench host --beside /nonexistent
-    bench list --configs nothing
+    bench compare /nonexistent host
+    bench compare HEAD speed --seconds nan
+    bench gpu --results {folder} --parts nothing
     bench plot {folder}/missing.csv
     bench plot {folder}
     bench plot {file}
@@ -177,7 +185,7 @@ def test_odd_arguments_end_with_a_line(
     """Before anything long begins."""
     for package in ("matplotlib", "music21", "tqdm", "transformers", "triton"):
         pytest.importorskip(package)
-    monkeypatch.setattr(verify, "gate", lambda _: pytest.fail("the tests of what is measured begin"))
+    monkeypatch.setattr(speed, "tests_pass", lambda _: pytest.fail("the tests of what is measured begin"))
     monkeypatch.chdir(ROOT)
     contents = {"file": "", "others": "a,b\n1,2\n", "lacking": f"verb,{','.join(STAMP)}\nspeed{',' * len(STAMP)}\n"}
     for name, content in contents.items():

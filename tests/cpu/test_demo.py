@@ -15,11 +15,11 @@ pytest.importorskip("tqdm")
 
 from bench.cases.attention import Case
 from bench.cases.methods import OURS
-from bench.measure import point
+from bench.measure import processes
 from bench.report.rows import read
 from examples.demo import __main__ as demo
 from examples.demo import layer
-from examples.demo.sweep import COMPARED, STRONG, sweep
+from examples.demo.sweep import COMPARED, sweep
 from examples.music import tokens
 
 LIMIT = 4 << 30
@@ -65,22 +65,13 @@ def test_a_wrong_gradient_fails(
 
 
 def test_what_runs_out_of_memory_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(point, "measure_in_own_process", instead_of_a_process)
+    monkeypatch.setattr(processes, "measure_in_own_process", instead_of_a_process)
     statuses = {
         row["seqlen"]: row["status"]
         for row in sweep([8, 64, 128, 256], "fp32", "cpu", LIMIT, budget=1e6)
         if row["method"] == OURS
     }
     assert statuses == {8: "ok", 64: "ok", 128: "out of memory", 256: "not tried: out of memory at 128"}
-
-
-def test_the_strongest_methods_are_measured_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At all lengths, so that what is missing when time runs out is weaker."""
-    monkeypatch.setattr(point, "measure_in_own_process", instead_of_a_process)
-    measured = [(row["method"], row["seqlen"]) for row in sweep([8, 16], "fp32", "cpu", LIMIT, budget=1e6)]
-    first = (OURS, *STRONG)
-    assert measured[:6] == [(method, length) for length in (8, 16) for method in first]
-    assert {method for method, _ in measured[6:]} == set(COMPARED) - set(first)
 
 
 def test_interrupt_keeps_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +84,7 @@ def test_interrupt_keeps_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         calls.append(method)
         return instead_of_a_process(case)
 
-    monkeypatch.setattr(point, "measure_in_own_process", interrupted)
+    monkeypatch.setattr(processes, "measure_in_own_process", interrupted)
     demo.main(["--device", "cpu", "--max-length", "16", "--out", str(tmp_path)])
     assert [row["method"] for row in read(tmp_path / "demo.csv")] == [OURS] and (tmp_path / "demo.png").exists()
 

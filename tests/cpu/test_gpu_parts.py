@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import time
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,10 @@ pytest.importorskip("triton")
 
 from bench.cases.attention import Case
 from bench.gpu import __main__ as gpu
-from bench.gpu import checks, kernels
+from bench.gpu import checks
 from bench.gpu import report as reports
 from bench.gpu.__main__ import SUMMARY_LINES, Run
-from bench.gpu.report import Outcome, State, kind_of, outcome_path
+from bench.gpu.report import Outcome, State, kind
 from bench.gpu.workers import Lost, spread
 from bench.measure import timing
 from tests.tolerance import assert_near
@@ -60,18 +59,12 @@ def test_workers() -> None:
     assert list(spread(act, ["hang", "one"], 1, time.monotonic() + 3)) == []
 
 
-def program(text: str) -> list[str]:
-    return [sys.executable, "-c", f"import os, signal, subprocess, sys, time\n{text}"]
-
-
 @pytest.fixture
 def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
     """Of a run on a GPU that nobody asks anything."""
     monkeypatch.setattr(reports, "stamp", lambda _: {})
     (tmp_path / "environment.json").write_text("{}")
-    found = gpu.parse(["--results", str(tmp_path), "--seconds", "60", "--jobs", "1"])
-    found.arch = "sm_90"
-    return found
+    return gpu.parse(["--results", str(tmp_path), "--state", str(tmp_path / "state"), "--seconds", "60", "--jobs", "1"])
 
 
 @pytest.mark.thorough
@@ -88,14 +81,14 @@ def test_parts_are_judged_one_by_one(
         "crash": (Outcome("crash", rows=2), "os.kill(os.getpid(), signal.SIGSEGV)", "crashed: signal SIGSEGV"),
         "quits": (Outcome("quits", rows=2), "pass", "crashed: exit status 0"),  # without having come to its end
         "hang": (Outcome("hang", rows=2), "time.sleep(600)", "cut off after"),
-        "slow": (Outcome("slow", **fine, left=4), "pass", "cut off after"),
+        "slow": (Outcome("slow", **fine, skipped=4), "pass", "cut off after"),
         "nothing": (Outcome("nothing", is_done=True, note="there is no pytest"), "pass", "left out"),
     }
     statuses = []
     for part, (outcome, then, _) in parts.items():
-        does = f"open({str(outcome_path(options.state, part))!r}, 'w').write({json.dumps(asdict(outcome))!r}); {then}"
+        does = f"open({str(run.state.outcome_path(part))!r}, 'w').write({json.dumps(asdict(outcome))!r}); {then}"
         command = [sys.executable, "-c", f"import os, signal, time\n{does}"]
-        monkeypatch.setattr(gpu, "command_of", lambda *_, command=command: command)
+        monkeypatch.setattr(gpu, "part_command", lambda *_, command=command: command)
         run.run(part, 4.0)
         statuses.append(run.status())
     run.run("late", 0.5)
@@ -104,41 +97,17 @@ def test_parts_are_judged_one_by_one(
     assert statuses[0] == 0 and set(statuses[1:]) == {1}
     run.outcomes = [each for each in run.outcomes if not each.has_failed]
     assert len(run.outcomes) == 5 and run.status() == 3
-    run.state.put("finding", {"text": "forward is wrong", "mended": False})
-    summary = run.summary().splitlines()
-    assert len(summary) <= SUMMARY_LINES and summary[-1] == "finding: forward is wrong"
+    assert len(run.summary().splitlines()) <= SUMMARY_LINES
     assert capsys.readouterr().out == (options.results / "log.txt").read_text()
 
 
-def test_what_is_wrong_is_not_timed(options: argparse.Namespace) -> None:
-    """Calls of the kind alone: with a wrong out nothing, with a wrong gradient the forward. What was timed but not checked has
-    failed."""
-    state, case = State(options.state), Case(4, 32, 4096, 64)
-    state.note_wrong(kind_of(case), ["d_key"])
-    state.note_wrong(kind_of(case, False), ["out", "d_query"])
-    longer = replace(case, batch=1, length=16384)
-    assert state.wrong_directions(kind_of(longer)) == {"backward", "forward+backward"}
-    assert state.wrong_directions(kind_of(longer, False)) == set(timing.DIRECTIONS)
-    for other in (replace(case, is_causal=True), replace(case, rows=129), replace(case, head_dim=128)):
-        assert state.wrong_directions(kind_of(other)) == set()
-    run = Run(options)
-    state.note_kernels("checked", {"forward a", "dkv b"})
-    state.note_kernels("timed", {"forward a"})
-    run.judge_kernels()
-    assert run.outcomes == []
-    state.note_kernels("timed", {"forward c"})  # the same kernel, compiled for something else
-    run.judge_kernels()
-    assert run.outcomes[0].has_failed and "timed but not checked: forward c" in run.summary()
-
-
-def lacking_memory(case: checks.Checked) -> tuple[list[dict[str, Any]], set[str]]:
-    """A row, in a worker; the first call named "large" finds no memory."""
+def lacking_memory(check: checks.Check) -> list[dict[str, Any]]:
+    """A row, in a worker; the call with two heads finds no memory at first."""
     tried = Path(os.environ["RELATTN_TRIED"])
-    lacks = case.name == "large" and not tried.exists()
-    if lacks:
+    if check.case.heads == 2 and not tried.exists():
         tried.touch()
-    found = ("failed", "OutOfMemoryError: CUDA out of memory", ["all"]) if lacks else ("ok", "", [])
-    return [{"case": case.name, "variant": "", **dict(zip(("status", "message", "wrong"), found, strict=True))}], set()
+        return [{"case": str(check), "status": "failed", "message": "OutOfMemoryError: CUDA out of memory"}]
+    return [{"case": str(check), "status": "ok", "message": ""}]
 
 
 def test_calls_that_lack_memory_run_again_alone(
@@ -146,22 +115,36 @@ def test_calls_that_lack_memory_run_again_alone(
 ) -> None:
     """Beside others a call may find no memory, which says nothing of its results."""
     monkeypatch.setenv("RELATTN_TRIED", str(tmp_path / "tried"))
-    monkeypatch.setattr(checks, "run_case", lacking_memory)
+    monkeypatch.setattr(checks.Check, "run", lacking_memory)
     options.jobs = 2
     report = reports.Report(options, "correctness")
-    checks.check_all([checks.Checked(name, {}) for name in ("one", "large", "two")], options, report, time.monotonic() + 60)
-    assert sorted((row["case"], row["status"]) for row in report.checks.rows) == [("large", "ok"), ("one", "ok"), ("two", "ok")]
+    every = [checks.Check(Case(1, heads, 20, 16)) for heads in (1, 2, 3)]
+    checks.check_all(every, options, report, time.monotonic() + 60)
+    assert sorted((row["case"], row["status"]) for row in report.checks.rows) == [(str(check), "ok") for check in every]
     assert report.outcome.note == "3 of 3 calls; 1 of them alone" and not report.outcome.failed
 
 
-@pytest.mark.parametrize("case", [Case(3, 4, 33, 16, True, 9, "fp32", 2), Case(1, 2, 20, 16, dtype="fp32", bias=True)], ids=str)
+def test_what_a_check_found_to_be_wrong_is_not_timed(options: argparse.Namespace) -> None:
+    """Calls of its kind, whatever their length, and no others."""
+    report, case = reports.Report(options, "correctness"), Case(4, 32, 4096, 64)
+    failed = {"case": "", "status": "FAILED", "message": "d_key"}
+    checks.add_rows(next(checks.stand_ins(case)), [failed], report)
+    wrong = State(options.state).wrong_kinds()
+    assert kind(replace(case, batch=1, length=16384)) in wrong
+    for other in (case.without_table(), replace(case, is_causal=True), replace(case, rows=129), replace(case, head_dim=128)):
+        assert kind(other) not in wrong
+
+
+@pytest.mark.parametrize(
+    "case", [Case(3, 4, 33, 16, True, 9, "fp32", 2), Case(1, 2, 20, 16, dtype="fp32", terms=("rel_bias",))], ids=str
+)
 def test_one_head_of_two_sequences(case: Case) -> None:
     """What is compared of a long call is what the whole call has there, and a wrong head of the last sequence is noticed."""
-    inputs, d_out = case.inputs("cpu")
-    whole, _ = timing.golden(case, inputs, d_out, "cpu", True)
-    expected = timing.expected_of_heads(case, inputs, d_out, True)
-    for result, each in zip(whole[:4], expected.results, strict=True):
-        assert_near("a head", expected.of(result), each)
+    inputs = case.inputs("cpu")
+    whole = timing.expected_results(case, inputs).results
+    expected = timing.expected_of_one_head(case, inputs)
+    for result, head in zip(whole[:4], expected.results, strict=True):
+        assert_near("a head", expected.part(result), head)
     wrong = [result.clone() for result in whole]
     wrong[2][-1, 0] *= 1.5
     for results, status in ((whole, "ok"), (wrong, "wrong: differs from float64")):
@@ -170,35 +153,13 @@ def test_one_head_of_two_sequences(case: Case) -> None:
         assert timed.found["status"].startswith(status)
 
 
-def test_a_configuration_that_computes_something_else_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor one that cannot run."""
-    group = next(iter(kernels.groups("sm_90")))
-    tiles = [replace(group.tiles[0], num_stages=stages) for stages in (1, 2, 3)]
-
-    def run_kernels(*given: Any) -> list[torch.Tensor]:
-        tile = given[-1]["forward"]
-        if tile.num_stages == 3:
-            raise RuntimeError("too many stages")
-        return [torch.ones(4) * tile.num_stages]
-
-    launch = kernels.Launch("forward", tiles[0], lambda: None)
-    monkeypatch.setattr(kernels, "run_kernels", run_kernels)
-    monkeypatch.setattr(kernels, "recorded", lambda: nullcontext([launch]))
-    monkeypatch.setattr(kernels, "synchronize", lambda: None)
-    monkeypatch.setattr(kernels, "time_launches", lambda rows, launches: None)
-    inputs = Case.inputs
-    monkeypatch.setattr(Case, "inputs", lambda case, _: inputs(case, "cpu"))
-    rows = kernels.measure_group(kernels.Group("forward", Case(1, 1, 20, 16), True, tuple(tiles)))
-    assert [row["status"].partition(":")[0] for row in rows] == ["ok", "wrong", "cannot run"]
-
-
 def test_a_call_that_did_not_run_again_did_not_repeat(options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time may be over after its first run: that is neither a pass nor a failure."""
     runs = iter([(51, ""), (0, ""), (51, "run 3: out")])
     monkeypatch.setattr(checks, "differences", lambda *_: next(runs))
-    monkeypatch.setattr(checks.Checked, "inputs", lambda *_: (None, {}))
+    monkeypatch.setattr(Case, "inputs", lambda *_: None)
     report = reports.Report(options, "repeats")
     options.most = 3
     checks.repeats(options, report, 0.0)
     assert [row["status"] for row in report.checks.rows] == ["ok", "not run", "FAILED"]
-    assert (report.outcome.rows, report.outcome.failed, report.outcome.left) == (2, 1, 1)
+    assert (report.outcome.rows, report.outcome.failed, report.outcome.skipped) == (2, 1, 1)

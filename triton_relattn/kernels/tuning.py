@@ -1,7 +1,7 @@
 """The fastest configuration of every kernel of a call, timed on this GPU, for the user's profile, from which later calls have it.
 
-``python -m triton_relattn tune`` does it for a shape, :func:`tune` for any call. ``python -m bench tune``, from a clone, searches
-for the calls of the benchmark, and further: it ranks many configurations by what their compiled code takes.
+``python -m triton_relattn tune`` does it for a shape, :func:`tune` for any call; ``python -m bench tune``, from a clone, for the
+calls of the benchmark.
 """
 
 from __future__ import annotations
