@@ -8,7 +8,7 @@ import torch
 
 from triton_relattn import can_run_triton
 from triton_relattn._core.spec import AttentionTensors
-from triton_relattn.kernels.introspect import Call, queries_apart, rows_of_program, selection, tuning
+from triton_relattn.kernels.introspect import Call, program_rows, query_step, selection, tuning
 
 from .attention import Case
 
@@ -26,7 +26,7 @@ def own_tile(kernel: str, config: selection.TileConfig, dtype: torch.dtype = tor
     """Return how many queries by how many keys or rows of a table a program adds to its sums in a turn of its loop."""
     if kernel != "dtable":
         return config.block_m, config.block_n
-    return config.block_m, rows_of_program(config.block_n, queries_apart(8 * dtype.itemsize))
+    return config.block_m, program_rows(config.block_n, query_step(8 * dtype.itemsize))
 
 
 def kernels_of(direction: str, tensors: AttentionTensors) -> list[str]:

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from triton.runtime.errors import OutOfResources
+from triton_relattn.kernels.config.fitting import DoesNotFit
 
 from tests.interpreter.launch import check_every_term
 from triton_relattn import RelativePositions
 from triton_relattn.kernels.call import Call
 from triton_relattn.kernels.config import fitting
-from triton_relattn.kernels.config.fitting import DoesNotFit
 from triton_relattn.testing import make_inputs
 
 CLAMP, ZERO = RelativePositions(-4, 6), RelativePositions(-4, 6, "zero")
