@@ -43,7 +43,7 @@ def tanh(x):
 
 @triton.jit
 def exponent_scale(scaling, mask):
-    """Return the factor that turns finished scores into exponents of two. scaling: arguments.Scaling."""
+    """Return the factor that turns finished scores into exponents of two. scaling: call.Scaling."""
     if is_linear(scaling.softcap, mask):
         return tl.cast(scaling.base_2_scale, tl.float32)
     else:

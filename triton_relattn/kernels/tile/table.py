@@ -52,7 +52,7 @@ def table_rows(
 
 @triton.jit
 def rounded(terms):
-    """Round a vector of terms to float16 as quads.pack does: numbers beyond its range become its largest."""
+    """Round a vector of terms to float16 as registers.pack does: numbers beyond its range become its largest."""
     terms = tl.where(terms > 65504.0, 65504.0, tl.where(terms < -65504.0, -65504.0, terms))
     return terms.to(tl.float16).to(tl.float32)
 
