@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
@@ -24,7 +23,6 @@ from triton_relattn.kernels import call as of_launches
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.config import selection
 from triton_relattn.kernels.config.selection import TileConfig
-from triton_relattn.kernels.config.tile_config import COVERAGES
 from triton_relattn.kernels.forward import forward
 from triton_relattn.testing import (
     Inputs,
@@ -37,7 +35,6 @@ from triton_relattn.testing import (
 )
 
 GRADIENTS = tuple(f"d_{name}" for name in DIFFERENTIABLE)
-SPECIAL = (None, "rel_value", "rel_query", "narrow rel_query", "rel_key and rel_bias", "rel_bias")
 SEED = torch.tensor([0x1234_5678_9ABC_DEF0])
 """The seed of dropout in all calls of this module."""
 Tiles = Mapping[str, TileConfig]
@@ -121,20 +118,12 @@ def all_gradients(
 
 
 def selectable(kernel: str) -> list[TileConfig]:
-    """Every configuration that the selector returns for some call, but for what means nothing here: stages, and for the gather
-    warps."""
+    """Every default configuration of a kernel but for what means nothing here: stages, registers, and for the gather warps."""
+    rows = (row for row in selection.defaults() if row.conditions.kernel in ("", kernel) and row.conditions.term_set != "grid")
     found = set()
-    before = torch.get_float32_matmul_precision()
-    for precision in ("highest", "high"):
-        torch.set_float32_matmul_precision(precision)
-        for arch in ("interpreter", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942"):
-            for dtype in (torch.float16, torch.bfloat16, torch.float32):
-                for width, coverage, is_causal in itertools.product((16, 64, 128, 256), COVERAGES, (False, True)):
-                    for term_set in (None,) if coverage == "no table" else SPECIAL:
-                        config = selection.select(kernel, arch, dtype, width, coverage, is_causal, term_set)
-                        warps = 4 if config.rotation == "gather" else config.num_warps
-                        found.add(dataclasses.replace(config, num_warps=warps, num_stages=1))
-    torch.set_float32_matmul_precision(before)
+    for row in rows:
+        warps = 4 if row.config.rotation == "gather" else row.config.num_warps
+        found.add(dataclasses.replace(row.config, num_warps=warps, num_stages=1, max_registers=None))
     return sorted(found, key=str)
 
 

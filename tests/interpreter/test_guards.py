@@ -14,6 +14,7 @@ from triton.runtime.errors import InterpreterError
 
 from tests.interpreter.guard import (
     GuardedMemory,
+    guarded,
     in_poisoned_storage,
     poison_of,
     programs_in_order,
@@ -117,6 +118,13 @@ def test_what_no_kernel_should_do(kind: str, expected: str) -> None:
         odd_kernel[(1,)](values, KIND=kind)
     assert launches[0].violations == [f"odd_kernel, program 0: {expected}"]
     assert kind in ("twice", "overflow") or not values.any()
+
+
+def test_the_report() -> None:
+    """It names the violations."""
+    source, target = torch.ones(20), torch.zeros(20)
+    with pytest.raises(AssertionError, match="1 violations: copy_kernel, program 1: stores where program 0 stores"), guarded():
+        copy_kernel[(2,)](source, target, 20, 0, SHIFT=0, STRIDE=1)
 
 
 def test_a_launch_is_stopped() -> None:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .logits import score_table
-from .tile.addressing import head_matrix, load_rows, side_vector, store_rows, store_sides
+from .tile.addressing import head_matrix, load_rows, side_vector, store_rows
 from .tile.masking import exists, first_key, last_key, locate
 from .tile.scores import LN_2, rel_unit
 from .tile.table import add_end_rows, reached_positions, reached_table, table_rows
@@ -129,10 +129,13 @@ def dq_kernel(
                 acc = add_end_rows(acc, past, future, whole_table, lowest, highest, TILE)
             else:
                 rel_acc = add_end_rows(rel_acc, past, future, whole_table, lowest, highest, TILE)
+        past_pointers = side_vector(far_sums, place.entry, head, 0, place.query_start) + offs_m
+        future_pointers = side_vector(far_sums, place.entry, head, 1, place.query_start) + offs_m
         if ADDS:
-            past += tl.load(side_vector(far_sums, place.entry, head, 0, place.query_start) + offs_m, mask=valid_m, other=0.0)
-            future += tl.load(side_vector(far_sums, place.entry, head, 1, place.query_start) + offs_m, mask=valid_m, other=0.0)
-        store_sides(far_sums, place.entry, head, place.query_start, offs_m, valid_m, past, future)
+            past += tl.load(past_pointers, mask=valid_m, other=0.0)
+            future += tl.load(future_pointers, mask=valid_m, other=0.0)
+        tl.store(past_pointers, past, mask=valid_m)
+        tl.store(future_pointers, future, mask=valid_m)
     if d_queries is not None:
         if WANTS_BAND and inputs.rel_query is None and not HAS_ONE_SUM:
             acc += rel_acc * tl.cast(call.scaling.rel_scale, tl.float32)

@@ -27,15 +27,7 @@ import triton.language as tl
 from .tile.addressing import head_matrix, load_rows, row_vector, store_rows
 from .tile.masking import locate
 from .tile.scores import rel_unit
-from .workspace.stored import (
-    first_column_key,
-    load_tile,
-    program_rows,
-    query_step,
-    readable_keys,
-    stored_part,
-    table_items,
-)
+from .workspace.stored import first_column_key, load_tile, program_rows, query_step, readable_keys, stored_part, table_items
 
 
 @triton.jit

@@ -176,10 +176,7 @@ def forward_kernel(
 
 @until_it_fits
 def forward(
-    tensors: AttentionTensors,
-    spec: AttentionSpec,
-    config: TileConfig | None = None,
-    keeps_residual: bool = False,
+    tensors: AttentionTensors, spec: AttentionSpec, config: TileConfig | None = None, keeps_residual: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return out (B, H, Nq, Dv) in query's memory order and dtype, lse (B, H, Nq) float32, and for the backward statistics
     and the residual of out.

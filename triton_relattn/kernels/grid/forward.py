@@ -16,15 +16,7 @@ from .tile import first_strip, load_column_terms, load_row_terms, strip_at, tile
 
 @triton.jit(do_not_specialize=["num_heads"])
 def grid_forward_kernel(
-    inputs,
-    outs,
-    softmax_stats,
-    call,
-    key_grid,
-    num_heads,
-    SHAPE: tl.constexpr,
-    TILE: tl.constexpr,
-    CUT: tl.constexpr,
+    inputs, outs, softmax_stats, call, key_grid, num_heads, SHAPE: tl.constexpr, TILE: tl.constexpr, CUT: tl.constexpr
 ):
     """Compute out of BLOCK_M queries of one head, and their statistics, as forward_kernel has them. grid: tile.Grid.
 

@@ -40,11 +40,7 @@ def row_indices(table, relative_position, offsets, TILE: tl.constexpr):
 
 
 @triton.jit
-def table_rows(
-    table,
-    relative_position,
-    TILE: tl.constexpr,
-):
+def table_rows(table, relative_position, TILE: tl.constexpr):
     """Load the table rows [N, D] of N successive relative positions. Beyond first and last: the end row, or zeros."""
     start, rows, exists = row_indices(table, relative_position, key_order(TILE), TILE)
     return load_rows(table.matrix, start, rows, exists, TILE.width, TILE.block_width)
@@ -107,12 +103,7 @@ def block_of_rows(query, rows, table, relative_position, TILE: tl.constexpr):
 
 
 @triton.jit
-def table_block(
-    query,
-    table,
-    relative_position,
-    TILE: tl.constexpr,
-):
+def table_block(query, table, relative_position, TILE: tl.constexpr):
     """Compute the terms [M, N] of the queries at N successive relative positions."""
     if TILE.has_matrix:
         rows = table_rows(table, relative_position, TILE)
