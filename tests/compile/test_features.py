@@ -176,3 +176,13 @@ def test_dtypes_and_widths_compile_and_fit() -> None:
 def test_everything_compiles_and_fits(target: str, dtype: torch.dtype, width: int, table: str) -> None:
     """Targets, dtypes, widths and tables in turn; widths that are no power of two go with the next one."""
     fit(target, dtype, width, f"{table}_causal")
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
+def test_one_query_and_many_keys(target: str) -> None:
+    """Several programs share the keys, and the kernel that merges their results compiles."""
+    query, keys = torch.empty(1, 2, 1, 64, dtype=torch.bfloat16), torch.empty(1, 2, 4096, 64, dtype=torch.bfloat16)
+    table = torch.empty(9, 64, dtype=torch.bfloat16)
+    with recorded_launches(target) as recorded:
+        forward(*validation.resolve(Arguments.of(query, keys, keys, table, query_offset=4095)))
+    assert [launch.name for launch in recorded] == ["forward", "merge"]

@@ -1,4 +1,4 @@
-"""Launches by the public functions on GPUs that are not there, for calls drawn from a seed: all are checked, some compiled.
+"""Launches by the public functions on GPUs that are not there, for calls drawn from a seed.
 
 The real host code runs, from validation to the specialisation of the kernels' arguments. The expected arguments are computed
 here, independently of it.
@@ -12,7 +12,6 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice, product
 from typing import Any
 from unittest import mock
 
@@ -21,7 +20,7 @@ import torch
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from bench.compiled import Launch, recorded_launches, resources
+from bench.compiled import recorded_launches
 from tests import cases
 from tests.groups import flat, flat_types
 from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen
@@ -35,7 +34,6 @@ from triton_relattn.testing import Inputs, make_inputs
 
 TARGETS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 CALLS = 320
-KERNELS = ("forward", "merge", "far_keys", "delta", "dkv", "dq", "dtable", "dp2c")
 TABLES = ("rel_key", "rel_value", "rel_bias", "rel_p2c")
 OF_SCORES = {"rel_key", "rel_bias", "rel_p2c"}
 POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.bool: "*u1"}
@@ -192,10 +190,8 @@ class Recorded:
 
 
 @contextmanager
-def recorded(
-    target: str, is_compiled: Callable[[Recorded], bool] = lambda _: False
-) -> Iterator[tuple[list[Recorded], list[Launch]]]:
-    """Within, the public functions use the kernels on the target: all launches, and those of them that are compiled."""
+def recorded(target: str) -> Iterator[list[Recorded]]:
+    """All launches of the public functions within, which use the kernels on the target; nothing is compiled."""
     launches: list[Recorded] = []
 
     def record(kernel: JITFunction, *args: Any, grid: tuple[int, ...], warmup: bool, **kwargs: Any) -> None:
@@ -214,14 +210,11 @@ def recorded(
             max_registers=getattr(options, "maxnreg", None),
         )
         launches.append(launch)
-        if is_compiled(launch):
-            compile_and_record(kernel, *args, grid=grid, warmup=warmup, **kwargs)
 
-    with recorded_launches(target) as compiled, pytest.MonkeyPatch.context() as patch:
-        compile_and_record = JITFunction.run
+    with recorded_launches(target), pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", record)
         patch.setattr(implementations, "choose_implementation", lambda *_: implementations.TRITON)
-        yield launches, compiled
+        yield launches
 
 
 def on_meta(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -426,7 +419,7 @@ def test_drawn_calls(seed: int) -> None:
     """On every target: the kernels that the wanted gradients need and no others, grids, configurations and arguments."""
     call = drawn(seed)
     for target in TARGETS:
-        with recorded(target) as (launches, _):
+        with recorded(target) as launches:
             call.run()
         check(target, call, launches)
 
@@ -460,7 +453,7 @@ def test_70_000_heads(sequences: int, heads: int, packed: bool, target: str) -> 
         arguments |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 8, "max_seqlen_k": 8}
     d_lse = torch.zeros((heads, sequences * 8) if packed else shape[:3])
     call = Call({"query": query, "key": key, "value": value, "rel_key": rel_key, "rel_value": rel_value}, arguments, d_out, d_lse)
-    with recorded(target) as (launches, _):
+    with recorded(target) as launches:
         call.run()
     check(target, call, launches)
     assert [launch.grid[0] for launch in launches if launch.name in ("forward", "dkv")] == [70_000] * 2
@@ -477,56 +470,7 @@ def test_queries_of_a_tile_that_are_far_apart(target: str) -> None:
     call = Call(
         tensors, {"is_causal": False, "query_offset": 0}, torch.empty(shape, dtype=torch.bfloat16), torch.empty(shape[:3])
     )
-    with recorded(target) as (launches, _):
+    with recorded(target) as launches:
         call.run()
     check(target, call, launches)
     assert all(launch["SHAPE"].wide_index for launch in launches if launch.name == "dtable")
-
-
-def check_compiled(target: str, kinds: set[Any], kind: Callable[[Recorded], Any]) -> None:
-    """Compile the first launch of each kind that is drawn, and assert that it fits the target."""
-    missing = set(kinds)
-
-    def is_compiled(launch: Recorded) -> bool:
-        is_missing = kind(launch) in missing
-        missing.discard(kind(launch))
-        return is_missing
-
-    for seed in range(3 * CALLS):
-        call = drawn(seed)
-        with recorded(target, is_compiled) as (_, compiled):
-            call.run()
-        for launch in compiled:
-            used = resources(launch.kernel)
-            assert used.fits(target), (seed, launch.name, used)
-        if not missing:
-            return
-    raise AssertionError(f"never drawn: {missing}")
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("target", TARGETS)
-def test_every_kernel_compiles_and_fits(target: str) -> None:
-    check_compiled(target, set(KERNELS), lambda launch: launch.name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS)
-def test_every_table_and_dtype_compile_and_fit(target: str) -> None:
-    """Each kernel compiles and fits for every kind of table and every dtype, each on one of the targets."""
-    tables: dict[str, Any] = {"dtable": ("full", "zero"), "dp2c": ("full", "clamp", "zero"), "far_keys": ("clamp",)}
-    tables["merge"] = ("any",)
-    wanted = set[Any]()
-    for name in KERNELS:
-        kinds = product(
-            (name,), (torch.float16, torch.bfloat16, torch.float32), tables.get(name, ("no table", "full", "clamp", "zero"))
-        )
-        wanted |= set(islice(kinds, TARGETS.index(target), None, len(TARGETS)))
-
-    def kind(launch: Recorded) -> Any:
-        if launch.name == "merge":
-            return launch.name, launch["outs"][0].dtype, "any"
-        is_clamped = launch.arguments.get("far_sums") is not None  # the dq kernel takes the rows for a table that ends with zeros
-        return launch.name, launch["query"][0].dtype, "clamp" if is_clamped else launch["TILE"].coverage
-
-    check_compiled(target, wanted, kind)
