@@ -210,7 +210,7 @@ def take_smaller(kernel: str, kind: Kind, config: TileConfig, error: OutOfResour
     if smaller is None:
         raise error
     text = f"{kernel}: {config} does not fit this GPU ({error}); {smaller} is used instead"
-    warnings.warn(text, RuntimeWarning, stacklevel=4)
+    warnings.warn(text, RuntimeWarning, stacklevel=5)
     _smaller[kernel, kind, config] = smaller
     raise DoesNotFit from None
 
