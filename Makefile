@@ -103,8 +103,8 @@ test-libraries: .venv-libraries/installed ## classes of other libraries, enabled
 # Imports; every kernel compiled, with every feature; rotations in registers; the operator and random calls in the interpreter.
 smoke: setup ## imports, compiled kernels, some calls: for another version of triton
 	$(PYTEST) tests/cpu/test_imports.py tests/compile/test_features.py tests/compile/test_rotations.py
-	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter/test_ops.py tests/interpreter/test_forward.py::test_tables \
-		tests/interpreter/test_backward.py::test_widths tests/operator/test_draws.py
+	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter/test_ops.py tests/interpreter/test_tiles.py::test_tables \
+		tests/operator/test_draws.py
 
 test-all: lint $(ALL) ## lint, all tests but the long sweeps, and two minutes of draws: what a pull request is held to
 	$(MAKE) draws SECONDS=60

@@ -67,6 +67,13 @@ def attend(method: str, options: argparse.Namespace) -> Callable[..., torch.Tens
     return lambda query, key, value, table: baseline(query, key, value, table, False)
 
 
+def results(function: Callable[..., torch.Tensor], given: Inputs) -> list[torch.Tensor]:
+    """Return RESULTS of a function of query, key, value and table."""
+    leaves = [tensor.detach().requires_grad_() for tensor in given[:4] if tensor is not None]
+    out = function(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, given.d_out)]
+
+
 def measure(case: str, dtype: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for every method."""
     given = inputs(case, dtype, options.length, options.device)
@@ -77,10 +84,7 @@ def measure(case: str, dtype: str, options: argparse.Namespace) -> list[dict[str
         try:
             if method == OURS:  # by the implementation that computes it
                 row["method"] = f"{OURS} ({choose_implementation(options.implementation, given.query, given.value).name})"
-            operands: Any = given[:4]
-            leaves = [tensor.detach().requires_grad_() for tensor in operands]
-            out = attend(method, options)(*leaves)
-            actual = [out.detach(), *torch.autograd.grad(out, leaves, given.d_out)]
+            actual = results(attend(method, options), given)
             pairs = zip(RESULTS, actual, golden, strict=True)
             row |= {name: float((result.double() - exact).norm() / exact.norm()) for name, result, exact in pairs}
             row["status"] = "ok" if all(result.isfinite().all() for result in actual) else "not finite"

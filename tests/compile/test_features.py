@@ -1,7 +1,6 @@
 """Features of a call beyond a table for the keys, compiled for GPUs that are not there.
 
-The tests check that calls which take most shared memory fit, that all features compile together, and the grids of packed batches
-and of heads that share keys.
+The tests check that calls which take most shared memory fit, and that all features compile together.
 """
 
 from __future__ import annotations
@@ -11,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 
 from bench.cases.features import call
 from bench.compiled import Launch, recorded_launches
-from tests.compile.targets import NVIDIA
+from tests.compile.targets import NVIDIA, SWEEP
 from triton_relattn import RelativePositions
 from triton_relattn._core import validation
 from triton_relattn._core.arguments import Arguments
@@ -23,7 +21,6 @@ from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.config import selection
 from triton_relattn.kernels.config.architectures import architecture_of
 from triton_relattn.kernels.forward import forward
-from triton_relattn.kernels.tile.masking import clamp_margin
 
 BATCH, HEADS, KEY_HEADS, QUERIES, KEYS = 3, 4, 2, 300, 400
 FEATURES: dict[str, Any] = {"window_size": (90, 50), "dropout_p": 0.1, "softcap": 30.0, "rel_scale": 0.3, "enable_gqa": True}
@@ -44,7 +41,9 @@ def test_special_features_fit(target: str, width: int, precision: str, monkeypat
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     for name in ("shaw", "own_query", "everything"):
         tensors, spec = everything(dtype, width - 8, "clamp", False) if name == "everything" else call(name, dtype, width)
-        tensors = tensors._replace(rel_p2c=None)  # beside rel_value it takes more, and calls get a smaller tile; see fitting.py
+        tensors = tensors._replace(
+            rel_p2c=None
+        )  # beside rel_value it takes more, and calls get a smaller tile; see selection.until_it_fits
         with recorded_launches(target) as recorded:
             out, lse, softmax_stats, _ = forward(tensors, spec)
             if target == "sm_86" and precision == "bf16":
@@ -149,16 +148,41 @@ def test_everything_at_once_compiles_and_fits(target: str, outside: str, packed:
         assert launch.kernel.metadata.shared <= architecture_of(target).shared_memory, launch.name
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-def test_grids(packed: bool) -> None:
-    """A program for each block of queries of each head; of keys, of each head of the keys; of every sequence."""
-    grids = {launch.name: launch.grid for launch in launches("sm_90", "clamp" if packed else "zero", packed)}
-    queries, keys = triton.cdiv(QUERIES, 16), triton.cdiv(KEYS, 16)
-    assert grids["forward"] == (queries * BATCH * HEADS, 1, 1)
-    # Of queries that lie 8 apart; the tile shrinks to what there is.
-    assert grids["dq"] == (8 * triton.cdiv(QUERIES, 8 * 16) * BATCH * HEADS, 1, 1)
-    assert grids["dkv"] == (keys * BATCH * KEY_HEADS, 1, 1)
-    splits = BATCH * triton.cdiv(QUERIES, 8 * 16)  # every block of queries, which lie 8 apart, has a program of its own
-    margin = clamp_margin(16, 16) if packed else 0
-    assert grids["dtable"] == (triton.cdiv(33, 8) * HEADS, splits, 1)
-    assert grids["dp2c"] == (triton.cdiv(33 + 2 * margin, 16) * HEADS, splits, 1)
+def fit(target: str, dtype: torch.dtype, width: int, name: str) -> None:
+    """Assert that the kernels of a call and its backward compile, and fit."""
+    tensors, spec = call(name, dtype, width)
+    with recorded_launches(target) as recorded:
+        out, lse, softmax_stats, _ = forward(tensors, spec)
+        backward(out, lse, out, softmax_stats, tensors, spec)
+    for launch in recorded:
+        assert launch.kernel.metadata.shared <= architecture_of(target).shared_memory, (target, dtype, width, launch.name)
+
+
+@pytest.mark.thorough
+def test_dtypes_and_widths_compile_and_fit() -> None:
+    """A sample of what the selector can return; all of it in the slow sweep."""
+    for target, dtype, width in (
+        ("sm_90", torch.float16, 32),
+        ("sm_80", torch.float32, 64),
+        ("sm_86", torch.bfloat16, 256),
+        ("sm_100", torch.bfloat16, 128),
+        ("gfx942", torch.bfloat16, 128),
+    ):
+        fit(target, dtype, width, "clamp_causal")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "dtype", "width", "table"), SWEEP)
+def test_everything_compiles_and_fits(target: str, dtype: torch.dtype, width: int, table: str) -> None:
+    """Targets, dtypes, widths and tables in turn; widths that are no power of two go with the next one."""
+    fit(target, dtype, width, f"{table}_causal")
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
+def test_one_query_and_many_keys(target: str) -> None:
+    """Several programs share the keys, and the kernel that merges their results compiles."""
+    query, keys = torch.empty(1, 2, 1, 64, dtype=torch.bfloat16), torch.empty(1, 2, 4096, 64, dtype=torch.bfloat16)
+    table = torch.empty(9, 64, dtype=torch.bfloat16)
+    with recorded_launches(target) as recorded:
+        forward(*validation.resolve(Arguments(query, keys, keys, table, query_offset=4095)))
+    assert [launch.name for launch in recorded] == ["forward", "merge"]

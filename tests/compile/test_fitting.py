@@ -4,28 +4,44 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 import triton
+from triton.compiler.compiler import CompiledKernel
 from triton.runtime.errors import OutOfResources
 
 from bench.cases.features import call
-from bench.compiled import selected
-from tests.compile.memory import little_memory
+from bench.compiled import Launch, recorded_launches, selected
 from triton_relattn.kernels.backward import backward
-from triton_relattn.kernels.config import fitting
+from triton_relattn.kernels.config import selection
 from triton_relattn.kernels.config.selection import TileConfig
 from triton_relattn.kernels.forward import forward
 
 LENGTH, LIMIT = 512, 16_000
 
 
+@contextmanager
+def little_memory(limit: int) -> Iterator[list[Launch]]:
+    """Record launches of sm_90 whose programs can have so many bytes of shared memory."""
+    with recorded_launches("sm_90") as launches:
+        record = CompiledKernel.run
+
+        def run(kernel: CompiledKernel) -> object:
+            if kernel.metadata.shared > limit:
+                raise OutOfResources(kernel.metadata.shared, limit, "shared memory")
+            return record.fget(kernel)
+
+        CompiledKernel.run = property(run)
+        yield launches
+
+
 @pytest.fixture(autouse=True)
 def nothing_replaced() -> Iterator[None]:
-    fitting._replacements.clear()
+    selection._smaller.clear()
     yield
-    fitting._replacements.clear()
+    selection._smaller.clear()
 
 
 @pytest.mark.thorough

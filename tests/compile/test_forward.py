@@ -6,31 +6,14 @@ Registers and instruction counts belong to a Triton version: what is asserted he
 from __future__ import annotations
 
 import pytest
-import torch
-import triton
-from triton.compiler.compiler import CompiledKernel
 
-from bench.cases.features import LENGTH, call
 from bench.compile import KernelCase, used_by
-from bench.compiled import Resources, matrix_instructions, recorded_launches, selected
-from tests.compile.targets import SWEEP, on_triton_3_7
-from triton_relattn.kernels.config import selection
-from triton_relattn.kernels.config.architectures import architecture_of
-from triton_relattn.kernels.forward import forward
+from bench.compiled import Resources, matrix_instructions
+from tests.compile.targets import on_triton_3_7
 
 
 def case(target: str, width: int, table: str) -> KernelCase:
     return KernelCase("forward", target, "bf16", width, table)
-
-
-def launch(target: str, dtype: torch.dtype, width: int, features: str) -> tuple[selection.TileConfig, CompiledKernel]:
-    """The kernel that the launcher compiles and launches for a call, and its configuration."""
-    tensors, spec = call(features, dtype, width)
-    config = selected("forward", target, tensors, spec)
-    with recorded_launches(target) as launches:
-        forward(tensors, spec)
-    assert len(launches) == 1 and launches[0].grid == (triton.cdiv(LENGTH, config.block_m) * 2, 1, 1)
-    return config, launches[0].kernel
 
 
 def compiled(target: str, width: int, table: str) -> Resources:
@@ -80,26 +63,3 @@ def test_far_tiles_cost_no_product() -> None:
     for table in ("zero", "clamp"):
         near, far = (matrix_instructions(loop) for loop in compiled("sm_90", 64, table).loops if matrix_instructions(loop))
         assert far * 3 == near * 2
-
-
-@pytest.mark.thorough
-def test_dtypes_and_widths_compile_and_fit() -> None:
-    """A sample of what the selector can return; all of it in the slow sweep."""
-    for target, dtype, width in (
-        ("sm_90", torch.float16, 32),
-        ("sm_80", torch.float32, 64),
-        ("sm_86", torch.bfloat16, 256),
-        ("sm_100", torch.bfloat16, 128),
-        ("gfx942", torch.bfloat16, 128),
-    ):
-        _, kernel = launch(target, dtype, width, "clamp_causal")
-        assert kernel.metadata.shared <= architecture_of(target).shared_memory, (target, dtype, width)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("target", "dtype", "width", "table"), SWEEP)
-def test_everything_compiles_and_fits(target: str, dtype: torch.dtype, width: int, table: str) -> None:
-    """Targets, dtypes, widths and tables in turn; widths that are no power of two go with the next one."""
-    config, kernel = launch(target, dtype, width, f"{table}_causal")
-    assert config.why_invalid(target, table != "none") is None
-    assert kernel.metadata.shared <= architecture_of(target).shared_memory

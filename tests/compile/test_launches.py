@@ -1,4 +1,4 @@
-"""Launches by the public functions on GPUs that are not there, for calls drawn from a seed: all are checked, some compiled.
+"""Launches by the public functions on GPUs that are not there, for calls drawn from a seed.
 
 The real host code runs, from validation to the specialisation of the kernels' arguments. The expected arguments are computed
 here, independently of it.
@@ -6,14 +6,11 @@ here, independently of it.
 
 from __future__ import annotations
 
-import functools
-import math
 import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice, product
 from typing import Any
 from unittest import mock
 
@@ -22,7 +19,7 @@ import torch
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from bench.compiled import Launch, recorded_launches, resources
+from bench.compiled import recorded_launches
 from tests.draws import compiled
 from tests.draws import drawn as drawn_sample
 from tests.groups import flat, flat_types
@@ -30,7 +27,6 @@ from triton_relattn import RelativePositions, fused_relative_attention, fused_re
 from triton_relattn import _implementations as implementations
 from triton_relattn._core.spec import DIFFERENTIABLE
 from triton_relattn.kernels.call import Shape, Tile
-from triton_relattn.kernels.config.architectures import architecture_of
 from triton_relattn.kernels.config.selection import TileConfig
 from triton_relattn.kernels.workspace import planning
 from triton_relattn.kernels.workspace.stored import Layout
@@ -38,7 +34,6 @@ from triton_relattn.testing import Inputs
 
 TARGETS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 CALLS = 320
-KERNELS = ("forward", "merge", "far_keys", "delta", "dkv", "dq", "dtable", "dp2c")
 TABLES = ("rel_key", "rel_value", "rel_bias", "rel_p2c")
 OF_SCORES = {"rel_key", "rel_bias", "rel_p2c"}
 POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.bool: "*u1"}
@@ -140,17 +135,6 @@ class Call:
         is_rounded = self.tensors["query"].dtype != torch.float32 or self.precision != "highest"
         return is_rounded and bool(self.wanted and OF_SCORES & self.tables.keys())
 
-    def key_splits(self, target: str, programs: int, block_m: int) -> int:
-        """Return how many programs have to share the keys of a block of queries: they fill the GPU, with 1,024 keys each. None
-        knows the residual of all keys."""
-        if self.sizes()[3] > block_m or self.keeps_residual():  # more than a block of queries for each head
-            return 1
-        keys, (left, right) = self.sizes()[4], self.arguments.get("window_size") or (-1, -1)
-        right = 0 if self.arguments["is_causal"] else right
-        if left >= 0 and right >= 0:
-            keys = min(keys, left + right + block_m)
-        return max(1, min(architecture_of(target).multiprocessors // programs, keys // 1024))
-
     def kernels(self, parts: int) -> list[str]:
         """The kernels that have to run, in their order, and what they read, if it is not dS.
 
@@ -206,10 +190,8 @@ class Recorded:
 
 
 @contextmanager
-def recorded(
-    target: str, is_compiled: Callable[[Recorded], bool] = lambda _: False
-) -> Iterator[tuple[list[Recorded], list[Launch]]]:
-    """Within, the public functions use the kernels on the target: all launches, and those of them that are compiled."""
+def recorded(target: str) -> Iterator[list[Recorded]]:
+    """All launches of the public functions within, which use the kernels on the target; nothing is compiled."""
     launches: list[Recorded] = []
 
     def record(kernel: JITFunction, *args: Any, grid: tuple[int, ...], warmup: bool, **kwargs: Any) -> None:
@@ -228,25 +210,11 @@ def recorded(
             max_registers=getattr(options, "maxnreg", None),
         )
         launches.append(launch)
-        if is_compiled(launch):
-            compile_and_record(kernel, *args, grid=grid, warmup=warmup, **kwargs)
 
-    with recorded_launches(target) as compiled, pytest.MonkeyPatch.context() as patch:
-        compile_and_record = JITFunction.run
+    with recorded_launches(target), pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", record)
         patch.setattr(implementations, "choose_implementation", lambda *_: implementations.TRITON)
-        yield launches, compiled
-
-
-def on_meta(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which creates its tensors without memory."""
-
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        with torch.device("meta"):
-            return function(*args, **kwargs)
-
-    return wrapper
+        yield launches
 
 
 def unwritten(tensor: torch.Tensor, dim: int | None = None) -> torch.Tensor:
@@ -312,36 +280,6 @@ def check_grid(target: str, launch: Recorded) -> None:
         assert x * launch.num_warps * 64 < 2**32 and max(y, z) <= 65_535, launch.grid
 
 
-def check_programs(target: str, call: Call, launch: Recorded, launches: list[Recorded]) -> None:
-    """As many as the blocks of queries, keys or table rows; where several share a block, no more than the GPU takes."""
-    sequences, heads, key_heads, num_queries, num_keys = call.sizes()
-
-    def blocks(length: int, block: str) -> int:
-        return -(-length // getattr(launch["TILE"], block))
-
-    if launch.name == "forward":
-        programs = blocks(num_queries, "block_m") * sequences * heads
-        splits = call.key_splits(target, programs, launch["TILE"].block_m)
-        assert launch.grid == ((programs,) if splits == 1 else (programs, splits)), launch.grid
-    elif launch.name in ("delta", "merge"):
-        entries, _, queries, _ = launch["outs"][0].shape
-        block = launch["TILE"].block_m if launch.name == "delta" else launch["BLOCK_M"]
-        assert math.prod(launch.grid) == entries * -(-queries // block) * heads, launch.grid
-    elif launch.name == "far_keys":
-        assert launch.grid == (blocks(num_keys, "block_n") * sequences * heads,), launch.grid
-    elif launch.name == "dkv":
-        parts = [each for each in launches if each.name == "dkv"]
-        assert sum(each.grid[0] for each in parts) == blocks(num_keys, "block_n") * sequences * key_heads, launch.grid
-        assert launch["first_program"] == sum(each.grid[0] for each in parts[: parts.index(launch)])
-    elif launch.name == "dq":  # blocks of queries that lie 16 bytes of dS apart, of the heads of the part
-        key_blocks, apart = -(-num_keys // launch["LAYOUT"].block_n), 16 // launch["stored"][0].element_size()
-        of_part = {block // key_blocks for block in range(launch["first_program"], launch["stop_program"])}
-        of_head = apart * -(-num_queries // (apart * launch["TILE"].block_m))
-        assert launch.grid == (len(of_part) * heads // key_heads * of_head,), launch.grid
-    else:
-        check_sums(target, call, launch, launches)
-
-
 def named(launches: list[Recorded]) -> list[str]:
     """The names of launches, those of a workspace with what they read: dS, or P."""
     names = []
@@ -356,87 +294,34 @@ def named(launches: list[Recorded]) -> list[str]:
     return names
 
 
-def check_sums(target: str, call: Call, launch: Recorded, launches: list[Recorded]) -> None:
-    """The dtable and dp2c kernels: a sum for each of the programs that share a block of rows, as few as keep the GPU busy. A
-    clamped rel_p2c has more rows: as many as there can be queries beyond it in a tile of others."""
-    _, heads, _, num_queries, _ = call.sizes()
-    layout, is_clamped, table_heads = launch["LAYOUT"], call.coverage() == "clamp", heads if call.per_head else 1
-    margin = (layout.block_m + layout.block_n) * is_clamped if launch.name == "dp2c" else 0
-    assert launch.arguments.get("MARGIN", margin) == margin
-    items, apart = launch["stored"][0].shape[1], 16 // launch["stored"][0].element_size()
-    own_rows = launch["TILE"].block_m if launch.name == "dp2c" else (launch["TILE"].block_n - apart + 1) // apart * apart
-    splits = launch.grid[1]
-    assert launch.grid == (-(-(call.num_rows + 2 * margin) // own_rows) * table_heads, splits)
-    for name in PARTIAL_SUMS & launch.arguments.keys():
-        if launch[name] is not None:
-            assert launch[name][0].shape[:3] == (splits, table_heads, call.num_rows + 2 * margin), name
-    if launch.name == "dtable":
-        units = -(-num_queries // (apart * launch["TILE"].block_m)) * -(-items // table_heads)
-        programs = launch.grid[0] // table_heads * min(table_heads, items)  # others have no work
-        assert splits == max(1, min(units, 4 * architecture_of(target).multiprocessors // programs))
-    assert len({each.grid[1] for each in launches if each.name in ("dtable", "dp2c")}) == 1
-    parts = [each for each in launches if each.name == "dkv"]
-    assert launch["PER_HEAD"] == call.per_head and launch["ADDS"] == (len(parts) > 1)
-
-
-def check_workspace(target: str, call: Call, launches: list[Recorded]) -> None:
-    """It has what the wanted gradients need, and is no larger than it may be; parts fill it one after the other, and the kernels
-    that follow read what the last one has filled."""
+def check_workspace(call: Call, launches: list[Recorded]) -> None:
+    """It has what the wanted gradients need, and is no larger than it may be; parts fill it one after the other, all programs of
+    the dkv kernel in turn, and the kernels that follow read what the last one has filled."""
     parts = [each for each in launches if each.name == "dkv"]
     if not parts:
         return
     sequences, heads, key_heads, num_queries, num_keys = call.sizes()
-    group, layout, tile = heads // key_heads, parts[0]["LAYOUT"], parts[0]["TILE"]
-    assert (layout.block_m, layout.block_n) == (tile.block_m, tile.block_n)
-    assert all(each["LAYOUT"] == layout for each in launches if "LAYOUT" in each.arguments)
     assert all((each["ds"] is not None) == bool(call.wanted & {"query", "rel_query", *OF_SCORES}) for each in parts)
     assert all((each["stored_probs"] is not None) == ("rel_value" in call.wanted) for each in parts)
+    assert [each["first_program"] for each in parts] == [sum(each.grid[0] for each in parts[:n]) for n in range(len(parts))]
+    block_n = parts[0]["TILE"].block_n
+    blocks = -(-num_keys // block_n)
+    assert sum(each.grid[0] for each in parts) == blocks * sequences * key_heads
     stored = parts[0]["ds"] or parts[0]["stored_probs"]
     if stored is None:
         return
-
     _, items, rows, columns = stored[0].shape
-    blocks = -(-num_keys // tile.block_n)
-    has_whole_heads = layout.is_band or columns == blocks * tile.block_n
-    assert rows == num_queries and items % group == 0 and rows * columns <= 2**30  # addressed in 32 bits
-    assert columns <= blocks * tile.block_n - layout.is_band
-    assert not layout.is_band or None not in parts[0]["window"]
+    assert rows == num_queries and rows * columns <= 2**30  # addressed in 32 bits
     of_pair = call.tensors["query"].element_size() * (1 + ("rel_value" in call.tables))
-    of_inputs = sum(call.tensors[name].numel() * call.tensors[name].element_size() for name in ("query", "key", "value"))
-    warps, registers = parts[0].num_warps, parts[0].max_registers or 255
-    at_once = architecture_of(target).multiprocessors * max(1, 65536 // (32 * warps * registers))
-    most, least = max(2**28, of_inputs, at_once * group * rows * tile.block_n * of_pair), 2**28
     if call.limit is not None:
-        most = least = call.limit
-    assert items * rows * columns * of_pair <= most or (items, columns) == (group, tile.block_n)
-    if sequences * heads * rows * blocks * tile.block_n * of_pair <= least:
+        assert items * rows * columns * of_pair <= call.limit or (items, columns) == (heads // key_heads, block_n)
+    elif sequences * heads * rows * blocks * block_n * of_pair <= 2**28:
         assert len(parts) == 1
-
     for launch in launches[launches.index(parts[0]) :]:
         if launch.name == "dkv":
             first, stop = launch["first_program"], launch["first_program"] + launch.grid[0]
-            if has_whole_heads:
-                assert first % blocks == 0 and stop - first <= items // group * blocks
-            else:
-                assert first // blocks == (stop - 1) // blocks and (stop - first) * tile.block_n <= columns and items == group
-            continue
-        assert (launch["first_program"], launch["stop_program"]) == (first, stop)
-        if launch.name == "dq":
-            assert launch["ADDS"] == (not has_whole_heads)
-            check_query(call, launch, of_ds=named(launches)[launches.index(launch)] == "dq")
-
-
-def check_query(call: Call, launch: Recorded, of_ds: bool) -> None:
-    """The dq kernel makes the wanted gradients from dS, and of dS and P the sums over keys beyond a clamped table that a table's
-    gradient or the query's has; parts of a sum in float32."""
-    of_own_query = "rel_query" in call.tensors or "rel_key" not in call.tables
-    is_negated = not of_own_query and (call.arguments.get("scale") or 0) < 0  # a negative scale negates the query, not its rows'
-    for result, name in (("d_queries", "query"), ("d_rel_queries", "query" if is_negated else "rel_query")):
-        assert (launch[result] is not None) == (name in call.wanted and of_ds)
-        if launch[result] is not None:
-            assert launch[result][0].dtype == (torch.float32 if launch["ADDS"] else call.tensors[name].dtype)
-    needs_sums = call.wanted & {"rel_key", "rel_bias"} or ("rel_key" in call.tables and call.wanted & {"query", "rel_query"})
-    assert (launch["far_sums"] is not None) == (call.coverage() == "clamp" and (not of_ds or bool(needs_sums)))
+        else:
+            assert (launch["first_program"], launch["stop_program"], launch["LAYOUT"]) == (first, stop, parts[0]["LAYOUT"])
 
 
 def check_arguments(call: Call, launch: Recorded) -> None:
@@ -444,9 +329,9 @@ def check_arguments(call: Call, launch: Recorded) -> None:
     dtype = call.tensors["query"].dtype
     has_tile = launch.name != "merge"
     blocks = max(launch["TILE"].block_m, launch["TILE"].block_n) if has_tile else launch["BLOCK_M"]
-    apart, of_queries = 1, ("vectors", "d_queries", "d_rel_queries")
+    step, of_queries = 1, ("vectors", "d_queries", "d_rel_queries")
     if launch.name in ("dtable", "dq"):  # queries of a tile lie 16 bytes apart in a row of dS
-        apart = 16 // dtype.itemsize
+        step = 16 // dtype.itemsize
     coverage = call.coverage()
     wide_index = not has_tile or launch["SHAPE"].wide_index
     for name, tensor, strides in launch.strided():
@@ -472,7 +357,7 @@ def check_arguments(call: Call, launch: Recorded) -> None:
             assert (shape[-1] - 1) * strides[-1] < 2**31
         elif len(shape) == 4 and name not in BUFFERS | {"attn_mask", "mask"}:
             clamped = name in TABLES and coverage == "clamp"  # addressed from its first row on
-            rows = shape[2] if clamped else min(apart * blocks if name in of_queries else blocks, shape[2])
+            rows = shape[2] if clamped else min(step * blocks if name in of_queries else blocks, shape[2])
             offset = (rows - 1) * strides[2] + (shape[3] - 1) * strides[3]
             assert wide_index or offset < 2**31, (name, offset)
     for name, value in launch.arguments.items():
@@ -494,13 +379,12 @@ def check(target: str, call: Call, launches: list[Recorded]) -> None:
         forward = names.index("forward")
         assert names.pop(forward + 1) == "merge" and len(launches[forward].grid) == 2
     assert names == call.kernels(names.count("dkv")), (target, sorted(call.wanted))
-    check_workspace(target, call, launches)
+    check_workspace(call, launches)
     for launch in launches:
         if launch.name in ("forward", "delta"):
             assert (launch["residuals"] is not None) == call.keeps_residual()
             assert launch.arguments.get("SPLITS_KEYS", False) == (launch.name == "forward" and len(launch.grid) == 2)
         check_grid(target, launch)
-        check_programs(target, call, launch, launches)
         check_arguments(call, launch)
         if launch.name != "merge":
             coverage = call.coverage()  # keys beyond a clamped table are summed apart from its rows
@@ -513,7 +397,7 @@ def test_drawn_calls(seed: int) -> None:
     """On every target: the kernels that the wanted gradients need and no others, grids, configurations and arguments."""
     call = drawn(seed)
     for target in TARGETS:
-        with recorded(target) as (launches, _):
+        with recorded(target) as launches:
             call.run()
         check(target, call, launches)
 
@@ -547,30 +431,10 @@ def test_70_000_heads(sequences: int, heads: int, packed: bool, target: str) -> 
         arguments |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 8, "max_seqlen_k": 8}
     d_lse = torch.zeros((heads, sequences * 8) if packed else shape[:3])
     call = Call({"query": query, "key": key, "value": value, "rel_key": rel_key, "rel_value": rel_value}, arguments, d_out, d_lse)
-    with recorded(target) as (launches, _):
+    with recorded(target) as launches:
         call.run()
     check(target, call, launches)
     assert [launch.grid[0] for launch in launches if launch.name in ("forward", "dkv")] == [70_000] * 2
-
-
-@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
-@pytest.mark.parametrize(("heads_at_once", "parts"), [(3, 1), (2, 2), (0.5, 6)])
-def test_parts_of_the_query(heads_at_once: float, parts: int, target: str) -> None:
-    """A workspace that has all keys of some heads, of which the last part has fewer, makes the query's gradient at once; from one
-    that has some keys of one head it is summed in float32."""
-    shape = (1, 3, 1024, 64)
-    tensors = {name: torch.empty(shape, dtype=torch.bfloat16) for name in ("query", "key", "value")}
-    tensors["rel_key"] = torch.empty(2047, 64, dtype=torch.bfloat16)
-    call = Call(
-        tensors, {"is_causal": False, "query_offset": 0}, torch.empty(shape, dtype=torch.bfloat16), torch.empty(shape[:3])
-    )
-    call.limit = int(heads_at_once * 2 * 1024**2)
-    with recorded(target) as (launches, _):
-        call.run()
-    check(target, call, launches)
-    assert [launch.name for launch in launches] == ["forward", "delta", *["dkv", "dq", "dtable"] * parts]
-    dtype = torch.bfloat16 if heads_at_once >= 1 else torch.float32
-    assert {launch["d_queries"][0].dtype for launch in launches if launch.name == "dq"} == {dtype}
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -584,75 +448,7 @@ def test_queries_of_a_tile_that_are_far_apart(target: str) -> None:
     call = Call(
         tensors, {"is_causal": False, "query_offset": 0}, torch.empty(shape, dtype=torch.bfloat16), torch.empty(shape[:3])
     )
-    with recorded(target) as (launches, _):
+    with recorded(target) as launches:
         call.run()
     check(target, call, launches)
     assert all(launch["SHAPE"].wide_index for launch in launches if launch.name == "dtable")
-
-
-def check_compiled(target: str, kinds: set[Any], kind: Callable[[Recorded], Any]) -> None:
-    """Compile the first launch of each kind that is drawn, and assert that it fits the target."""
-    missing = set(kinds)
-
-    def is_compiled(launch: Recorded) -> bool:
-        is_missing = kind(launch) in missing
-        missing.discard(kind(launch))
-        return is_missing
-
-    for seed in range(3 * CALLS):
-        call = drawn(seed)
-        with recorded(target, is_compiled) as (_, compiled):
-            call.run()
-        for launch in compiled:
-            used = resources(launch.kernel)
-            assert used.fits(target), (seed, launch.name, used)
-        if not missing:
-            return
-    raise AssertionError(f"never drawn: {missing}")
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("target", TARGETS)
-def test_every_kernel_compiles_and_fits(target: str) -> None:
-    check_compiled(target, set(KERNELS), lambda launch: launch.name)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("num_rows", [127, 9])
-def test_kernels_of_rel_p2c_compile(target: str, packed: bool, num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clamped tables have a kernel for what lies beyond."""
-    monkeypatch.setattr(implementations, "choose_implementation", lambda *_: implementations.TRITON)
-    shape = (2 * 64, 2, 64) if packed else (2, 2, 64, 64)
-    query, table = (torch.randn(*sizes, dtype=torch.bfloat16).requires_grad_() for sizes in (shape, (num_rows, 64)))
-    starts = torch.tensor([0, 64, 128])
-    packing = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 64, "max_seqlen_k": 64} if packed else {}
-    attend: Any = fused_relative_attention_varlen if packed else fused_relative_attention
-    with recorded_launches(target, assembled=False) as launches:
-        attend(query, query, query, table, rel_p2c=table, **packing).sum().backward()
-    of_backward = ["delta", "dkv", "dq", "dtable", "dp2c"]
-    expected = ["forward", *of_backward] if num_rows == 127 else ["far_keys", "forward", "far_keys", *of_backward]
-    assert [launch.name for launch in launches] == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS)
-def test_every_table_and_dtype_compile_and_fit(target: str) -> None:
-    """Each kernel compiles and fits for every kind of table and every dtype, each on one of the targets."""
-    tables: dict[str, Any] = {"dtable": ("full", "zero"), "dp2c": ("full", "clamp", "zero"), "far_keys": ("clamp",)}
-    tables["merge"] = ("any",)
-    wanted = set[Any]()
-    for name in KERNELS:
-        kinds = product(
-            (name,), (torch.float16, torch.bfloat16, torch.float32), tables.get(name, ("no table", "full", "clamp", "zero"))
-        )
-        wanted |= set(islice(kinds, TARGETS.index(target), None, len(TARGETS)))
-
-    def kind(launch: Recorded) -> Any:
-        if launch.name == "merge":
-            return launch.name, launch["outs"][0].dtype, "any"
-        is_clamped = launch.arguments.get("far_sums") is not None  # the dq kernel takes the rows for a table that ends with zeros
-        return launch.name, launch["query"][0].dtype, "clamp" if is_clamped else launch["TILE"].coverage
-
-    check_compiled(target, wanted, kind)

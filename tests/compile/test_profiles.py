@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,16 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from bench.cases.features import call
-from tests.compile.memory import little_memory
-from tests.conftest import PATIENCE
 from triton_relattn._core import validation
 from triton_relattn._core.arguments import Arguments
 from triton_relattn.kernels.call import Call
-from triton_relattn.kernels.config import fitting, profiles, selection
+from triton_relattn.kernels.config import profiles, selection
 from triton_relattn.kernels.config.profiles import Conditions, Row
 from triton_relattn.kernels.config.selection import TileConfig
-from triton_relattn.kernels.forward import forward
 
 ARCH, ROOT = "sm_90", Path(__file__).parents[2]
 CONFIG, OTHER = TileConfig(32, 32, 8, 3, "scores", max_registers=128), TileConfig(16, 16, 2, 1, None)
@@ -43,10 +37,8 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for folder in ("cache", "tuned"):
         (tmp_path / folder).mkdir()
     selection.forget()
-    fitting._replacements.clear()
     yield
     selection.forget()
-    fitting._replacements.clear()
 
 
 def of_user() -> Path:
@@ -229,30 +221,14 @@ def fails(*_: Any) -> None:
     raise OSError("no space left")
 
 
-@pytest.mark.parametrize("function", ["fsync", "replace"])
-def test_a_failed_save_changes_nothing(function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "profile.csv"
     profiles.save(path, ARCH, [ROW])
     before, files = path.read_bytes(), set(tmp_path.iterdir())
-    monkeypatch.setattr(os, function, fails)
+    monkeypatch.setattr(os, "replace", fails)
     with pytest.raises(OSError, match="no space left"):
         profiles.save(path, ARCH, [ROW._replace(config=OTHER)])
     assert path.read_bytes() == before and set(tmp_path.iterdir()) == files
-
-
-@pytest.mark.parametrize("suffix", ["lock", f"{os.getpid()}.tmp"], ids=["lock", "temporary"])
-def test_links_are_not_followed(suffix: str, tmp_path: Path) -> None:
-    """A link in the place of the lock or of the temporary file is not followed: the file that it points to does not change."""
-    path, other = tmp_path / "profile.csv", tmp_path / "other"
-    other.write_text("precious")
-    path.with_name(f"{path.name}.{suffix}").symlink_to(other)
-    if suffix == "lock":
-        with pytest.raises(OSError, match=r"profile\.csv\.lock"):
-            profiles.save(path, ARCH, [ROW])
-    else:
-        profiles.save(path, ARCH, [ROW])
-        assert load_quietly(path) == [ROW] and not path.is_symlink()
-    assert other.read_text() == "precious"
 
 
 @pytest.mark.parametrize(
@@ -269,52 +245,3 @@ def test_what_no_gpu_can_serve_is_not_saved(arch: str, config: TileConfig, reaso
     with pytest.raises(ValueError, match=reason):
         profiles.save(path, arch, [Row(Conditions(kernel="forward", coverage="no table"), config)])
     assert not path.exists()
-
-
-def test_a_profile_that_does_not_fit_this_gpu() -> None:
-    """A valid configuration of another GPU: smaller ones take its place, with a warning each, once."""
-    tensors, spec = call("none", torch.bfloat16, 64, length=256)
-    large, limit = TileConfig(128, 128, 8, 2), 60_000
-    profiles.save(of_user(), ARCH, [Row(Conditions(kernel="forward", coverage="no table"), large)])
-    with little_memory(limit) as launches:
-        with pytest.warns(RuntimeWarning, match=r"forward: TileConfig\(block_m=128, block_n=128, .* is used instead"):
-            forward(tensors, spec)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            forward(tensors, spec)
-    assert [launch.name for launch in launches] == ["forward", "forward"]
-    assert all(launch.kernel.metadata.shared <= limit for launch in launches)
-
-
-SAVES = """
-import sys
-from pathlib import Path
-from triton_relattn.kernels.config import profiles
-from triton_relattn.kernels.config.selection import TileConfig
-print(flush=True)
-sys.stdin.readline()
-for length in ("512", "2048", "8192", "32768"):
-    for kernel in ("forward", sys.argv[2]):
-        row = profiles.Row(profiles.Conditions(kernel=kernel, length=length), TileConfig(32, 32, 4, 1))
-        profiles.save(Path(sys.argv[1]), "sm_90", [row])
-"""
-
-
-@pytest.mark.thorough
-def test_two_processes_save_at_once(tmp_path: Path) -> None:
-    """The profile has the configurations that either process finds, and those that both find."""
-    path, kernels = tmp_path / "of" / "both.csv", ("dq", "dkv")
-    command = [sys.executable, "-W", "error::RuntimeWarning", "-c", SAVES, str(path)]
-    pipe = subprocess.PIPE
-    children = [subprocess.Popen([*command, kernel], stdin=pipe, stdout=pipe, text=True, cwd=ROOT) for kernel in kernels]
-    for child in children:
-        assert child.stdout is not None and child.stdout.readline()  # both have imported what they need
-    for child in children:
-        assert child.stdin is not None
-        child.stdin.write("\n")
-        child.stdin.flush()
-    for child in children:
-        child.communicate(timeout=PATIENCE)
-        assert child.returncode == 0
-    found = {(row.conditions.kernel, row.conditions.length) for row in load_quietly(path)}
-    assert found == {(kernel, length) for kernel in ("forward", *kernels) for length in ("512", "2048", "8192", "32768")}

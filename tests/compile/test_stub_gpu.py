@@ -6,7 +6,6 @@ Here they go on through the launcher's C code, as it packs, loads and launches o
 
 from __future__ import annotations
 
-import multiprocessing
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,12 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
 from bench.compiled import selected_for
-from tests.conftest import PATIENCE
-from tools import stub_gpu as tool
 from tools.stub_gpu import StubGPU, stub_gpu
 from triton_relattn import RelativePositions, decomposed_relative_attention, fused_relative_attention, grids, testing
 from triton_relattn import _implementations as implementations
-from triton_relattn.kernels.config import fitting
+from triton_relattn.kernels.config import selection
 from triton_relattn.kernels.workspace import planning
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, whose own driver is loaded")
@@ -39,7 +36,7 @@ def kernels_for_an_absent_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     """Calls take the kernels, in configurations for sm_90; nothing is kept from earlier tests."""
     for module in (implementations, grids):
         monkeypatch.setattr(module, "choose_implementation", lambda *_, **__: implementations.TRITON)
-    monkeypatch.setattr(fitting, "_replacements", {})
+    monkeypatch.setattr(selection, "_smaller", {})
     with selected_for("sm_90"):
         yield
 
@@ -226,72 +223,3 @@ def test_threads() -> None:
             future.result()
         agree(gpu)
     assert len(gpu.launches) == 20
-
-
-def _in_child(query: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    return fused_relative_attention(query, query, query, table, implementation="blockwise")
-
-
-def test_a_fork_computes_on_the_cpu() -> None:
-    """As a data loader's processes do, after the driver has been used; the parent goes on."""
-    query, table = torch.randn(1, 2, 40, 16), torch.randn(9, 16)
-    work = call(num_rows=None, grad=False)
-
-    def computed() -> torch.Tensor:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(implementations, "choose_implementation", lambda *_: implementations.BLOCKWISE)
-            return fused_relative_attention(query, query, query, table)
-
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-    with stub_gpu() as gpu, warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python warns of forks beside threads
-        work()
-        child = multiprocessing.get_context("fork").Process(target=lambda: sender.send(computed().tolist()))
-        child.start()
-        assert receiver.poll(PATIENCE)
-        found = receiver.recv()
-        child.join()
-        work()
-    assert found == computed().tolist() and len(gpu.launches) == 2
-
-
-def test_the_stub_refuses_what_a_driver_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Grids that are too large, memory that was not opted in for, a context that is not current, what is no machine code."""
-    work, compiled, run = call(num_rows=None, grad=False), list[Any](), JITFunction.run
-    with stub_gpu() as gpu:
-        with monkeypatch.context() as patch:
-            patch.setattr(JITFunction, "run", lambda *args, **options: compiled.append(run(*args, **options)))
-            work()
-        (launch,) = gpu.launches
-        (kernel,) = compiled
-        library = tool.library()
-        for grid in ((1, 70_000, 1), (1, 1, 70_000)):
-            with pytest.raises(RuntimeError, match="error 1 of the stub"):
-                run_as(kernel, grid)
-        library.stub_set_device(gpu.devices[1])
-        with pytest.raises(RuntimeError, match="error 201 of the stub"):
-            run_as(kernel, (1, 1, 1))
-        library.stub_set_device(gpu.device)
-        with pytest.raises(RuntimeError, match="error 200 of the stub"):
-            of_driver().load_binary("a_kernel", b"no machine code" * 10, 0, gpu.device)
-        with pytest.raises(RuntimeError, match="error 500 of the stub"):
-            of_driver().load_binary("another_kernel", kernel.kernel, 0, gpu.device)
-    assert launch.name == "forward" and len(gpu.launches) == 1
-
-
-def of_driver() -> Any:
-    from triton.backends.nvidia.driver import CudaUtils
-
-    return CudaUtils()
-
-
-def run_as(kernel: Any, grid: tuple[int, int, int]) -> None:
-    """Launch a compiled kernel with zeros for all arguments."""
-    arguments = [zero_of(each) for each in kernel.src.signature.values()]
-    kernel.run(*grid, 0, kernel.function, kernel.packed_metadata, None, None, None, *arguments)
-
-
-def zero_of(kind: Any) -> Any:
-    if isinstance(kind, tuple):
-        return tuple(map(zero_of, kind))
-    return None if kind == "constexpr" else torch.zeros(1) if kind.startswith("*") else 0.0 if kind.startswith("fp") else 0

@@ -14,8 +14,6 @@ from triton.language import core
 from triton.runtime import interpreter
 
 from tests.interpreter.guard import Launch, guarded
-from tests.interpreter.launch import record_plans
-from triton_relattn.kernels.workspace.planning import VARIABLE, Plan
 
 call_and_patch = interpreter.InterpretedFunction.__call__
 called: set[int] = set()
@@ -88,10 +86,3 @@ def guarded_kernels() -> Iterator[list[Launch]]:
     """All launches of the test; it fails if one of them accessed what it should not."""
     with guarded() as launches:
         yield launches
-
-
-@pytest.fixture
-def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan | None]:
-    """The list gets what each call plans; the limit is the usual one."""
-    monkeypatch.delenv(VARIABLE, raising=False)
-    return record_plans(monkeypatch)

@@ -12,8 +12,7 @@ from triton.runtime.errors import OutOfResources
 from tests.interpreter.launch import check_every_term
 from triton_relattn import RelativePositions
 from triton_relattn.kernels.call import Call
-from triton_relattn.kernels.config import fitting
-from triton_relattn.kernels.config.fitting import DoesNotFit
+from triton_relattn.kernels.config import selection
 from triton_relattn.testing import make_inputs
 
 CLAMP, ZERO = RelativePositions(-4, 6), RelativePositions(-4, 6, "zero")
@@ -27,13 +26,13 @@ def largest(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
 
     def refuse(call: Call, name: str, kernel: Any, config: Any, *others: Any, **options: Any) -> None:
         if config.block_m > limits.get(name, config.block_m):  # that of the delta kernel is fixed
-            raise DoesNotFit(call.selected[name], OutOfResources(99, 1, "shared memory"))
+            selection.take_smaller(name, call.kind, call.selected[name], OutOfResources(99, 1, "shared memory"))
         launch(call, name, kernel, config, *others, **options)
 
     monkeypatch.setattr(Call, "launch", refuse)
-    fitting._replacements.clear()
+    selection._smaller.clear()
     yield limits
-    fitting._replacements.clear()
+    selection._smaller.clear()
 
 
 @pytest.mark.thorough
@@ -47,6 +46,6 @@ def test_results_in_smaller_configurations(dtype: torch.dtype, positions: Relati
     arguments |= {"query_offset": 13} | ({} if dtype == torch.float32 else {"scale": 0.02, "rel_scale": 0.25})
     with pytest.warns(RuntimeWarning, match="does not fit this GPU"):
         check_every_term(inputs, None, **arguments)
-    replaced = {place.kernel for place in fitting._replacements}
-    # With so few queries those that read dS may have smaller tiles than their configurations say; see bwd_dq.fitted.
+    replaced = {kernel for kernel, _, _ in selection._smaller}
+    # With so few queries those that read dS may have smaller tiles than their configurations say; see backward.shortened.
     assert replaced | {"dq", "dtable"} == set(largest)

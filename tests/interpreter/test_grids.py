@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from triton_relattn._core.grids import GridTensors
 from triton_relattn.kernels.config import selection
 from triton_relattn.kernels.config.selection import TileConfig
 from triton_relattn.kernels.grid.backward import backward
-from triton_relattn.kernels.grid.call import GridCall, cut_of
+from triton_relattn.kernels.grid.call import GridCall
 from triton_relattn.kernels.grid.forward import forward
 from triton_relattn.testing import assert_within_budget
 
@@ -287,20 +286,6 @@ def test_what_the_kernels_refuse() -> None:
         results(case, tensors(case))
 
 
-@pytest.mark.parametrize("block_n", [16, 32, 64, 128])
-def test_columns_of_a_tile(block_n: int) -> None:
-    """As many as give the fewest tiles, and no fewer than eight."""
-    for height, width in itertools.product((1, 2, 7, 14, 64), (1, 7, 9, 14, 24, 33, 48, 64, 96, 200)):
-        columns = cut_of(height, width, 0, block_n).columns
-
-        def tiles(columns: int, height: int = height, width: int = width) -> int:
-            return math.ceil(width / columns) * math.ceil(height / (block_n // columns))
-
-        others = [2**power for power in range(3, 8) if 2**power <= block_n]
-        assert columns in others and all(tiles(columns) <= tiles(each) for each in others)
-    assert [cut_of(*sides, 0, 64)[0] for sides in ((64, 64), (14, 14), (32, 32), (48, 48), (7, 7))] == [64, 16, 32, 16, 8]
-
-
 @pytest.mark.parametrize("prefix", [0, 1, 70])
 @pytest.mark.parametrize("block_n", [16, 64])
 def test_every_key_is_in_one_tile(prefix: int, block_n: int) -> None:
@@ -313,6 +298,3 @@ def test_every_key_is_in_one_tile(prefix: int, block_n: int) -> None:
     with guarded():
         _, d_key, d_value, _, _ = backward(d_out, out, softmax_stats, given, 1.0, 0.0, tiles=tiles)
     assert d_key is not None and d_value is not None and d_key.isfinite().all() and d_value.isfinite().all()
-    columns = cut_of(3, 21, prefix, block_n).columns
-    on_grid = math.ceil(21 / columns) * math.ceil(3 / (block_n // columns))
-    assert GridCall(given, 1.0, 0.0).key_tiles(block_n) == on_grid + math.ceil(prefix / block_n)

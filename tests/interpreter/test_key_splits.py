@@ -7,19 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.check import WAYS
-from tests.check import check as check_call
-from tests.draws import OF_KERNELS, drawn
-from tests.interpreter.launch import SMALL, check, resolve
+from tests.interpreter.calls import pack_of
+from tests.interpreter.launch import SMALL, check, check_every_term, resolve
 from tests.tolerance import assert_near
 from triton_relattn import RelativePositions
 from triton_relattn.kernels import splits as key_splits
 from triton_relattn.kernels.config import selection
 from triton_relattn.kernels.forward import forward
 from triton_relattn.testing import Inputs, make_inputs
-
-NUMBERS = range(10)
-LONG = OF_KERNELS._replace(longest=90)
 
 
 @pytest.fixture(autouse=True)
@@ -38,15 +33,27 @@ def splits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return numbers
 
 
-@pytest.mark.parametrize("number", NUMBERS)
-def test_random_combination(number: int) -> None:
+DECODED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "every table": ({"num_rows": 11, "rel_value": True, "rel_bias": True, "rel_p2c": True, "rel_width": 12}, {"softcap": 3.0}),
+    "shared keys": ({"num_rows": 203, "key_heads": 1, "per_head": True}, {"enable_gqa": True, "dropout_p": 0.3}),
+    "mask": ({"num_rows": None}, {"attn_mask": torch.arange(200) % 3 != 1}),
+    "window": ({"num_rows": 203}, {"window_size": (150, 150), "query_offset": 120, "key_lengths": torch.tensor([200, 71])}),
+}
+
+
+@pytest.mark.parametrize("name", DECODED)
+def test_calls(name: str, splits: list[int]) -> None:
     """out, lse and all gradients, which use the merged statistics."""
-    check_call(drawn(number, LONG, is_packed=False), WAYS[1])
+    options, arguments = DECODED[name]
+    inputs = make_inputs(2, 2, 3, 200, 16, 12, dtype=torch.float32, seed=3, **options)
+    check_every_term(inputs, SMALL, **arguments)
+    assert splits == [10]
 
 
-@pytest.mark.parametrize("number", NUMBERS[:6])
-def test_packed(number: int) -> None:
-    check_call(drawn(number, LONG, is_packed=True), WAYS[1])
+def test_packed(splits: list[int]) -> None:
+    inputs, arguments = pack_of("clamp", {"q": (1, 0, 9), "k": (90, 17, 200)}, rel_value=True, rel_bias=True)
+    check_every_term(inputs, SMALL, **arguments)
+    assert splits[0] > 1
 
 
 def decoded(**others: Any) -> Inputs:
@@ -95,15 +102,3 @@ def test_nobody_sees_anything() -> None:
     out, lse, softmax_stats, _ = forward(tensors, spec, SMALL["forward"])
     assert not out[0].any() and bool((lse[0] == -torch.inf).all()) and not softmax_stats[0].any()
     assert bool(out[1].any()) and bool(lse[1].isfinite().all())
-
-
-def test_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as the multiprocessors have room for, each with enough keys; a window bounds the keys that there are."""
-    monkeypatch.setattr(key_splits, "LEAST_KEYS", 1024)
-    inputs = make_inputs(1, 1, 1, 9000, 16, 16, num_rows=None, dtype=torch.float32, seed=3)
-    number = key_splits.number_of_splits
-    tile, device = SMALL["forward"], inputs.query.device
-    _, spec = resolve(inputs)
-    assert [number(spec, tile, programs, device) for programs in (1, 10, 20, 30, 400)] == [8, 4, 2, 1, 1]
-    _, spec = resolve(inputs, window_size=(2500, 10))
-    assert number(spec, tile, 1, device) == 2

@@ -17,7 +17,8 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from tests.groups import flat, grouped
-from tests.interpreter.launch import has_wide_index, run
+from tests.interpreter.launch import all_gradients, has_wide_index, run
+from tests.tolerance import assert_bit_equal
 from triton_relattn import RelativePositions, fused_relative_attention_varlen
 from triton_relattn._core import validation
 from triton_relattn._core.arguments import Arguments
@@ -99,7 +100,7 @@ def launched(apart: Apart) -> Iterator[dict[str, set[str]]]:
         assert not arguments
         changed, copies = {}, []
         of_kernel: set[str] = set()
-        is_of_probs = options.get("OF_VALUES", "d_queries" in options and options["d_queries"] is None)
+        is_of_probs = options.get("FOR_VALUES", "d_queries" in options and options["d_queries"] is None)
         kept[function.__name__ + " of P" * is_of_probs] = of_kernel
         for name, argument in flat(options).items():
             if argument is not None and not (isinstance(argument, tuple) and isinstance(argument[0], torch.Tensor)):
@@ -309,3 +310,20 @@ def test_offsets_of_a_table(name: str) -> None:
         run(inputs._replace(**{name: wide}), TileConfig(32, 16, 4, 1)), run(inputs, TileConfig(32, 16, 4, 1)), strict=True
     ):
         assert torch.equal(result, expected)
+
+
+@pytest.mark.usefixtures("guarded_kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_wide_offsets_of_spread_queries(dtype: torch.dtype) -> None:
+    """Tiles whose queries lie apart, to read the workspace 16 bytes at a time, have more rows than those of other kernels."""
+    inputs = make_inputs(1, 1, 300, 20, 8, num_rows=319, dtype=dtype, seed=6)
+    stride = 2**23 - 1024  # times the rows of most tiles, 256 at most, it is below 2**31
+    storage: Any = np.memmap("/dev/zero", dtype=inputs.query.numpy().dtype, mode="c", shape=(299 * stride + 108,))
+    query, d_out = (
+        torch.from_numpy(storage)[each:].as_strided(inputs.query.shape, (0, 0, stride, 1)).copy_(tensor)
+        for each, tensor in ((0, inputs.query), (100, inputs.d_out))
+    )
+    positions = RelativePositions(-299, 19)
+    tiles = {"dkv": TileConfig(32, 32, 4, 1), "dtable": TileConfig(128, 32, 4, 1), "dq": TileConfig(64, 32, 4, 1)}
+    expected = all_gradients(inputs, tiles, positions=positions)
+    assert_bit_equal(all_gradients(inputs._replace(query=query, d_out=d_out), tiles, positions=positions), expected)

@@ -14,9 +14,7 @@ from tests.interpreter.launch import all_gradients, check_every_term, round_term
 from tests.tolerance import assert_near, within
 from triton_relattn import RelativePositions
 from triton_relattn.kernels.call import Tile
-from triton_relattn.kernels.config import selection
-from triton_relattn.kernels.config.selection import KERNELS, TileConfig
-from triton_relattn.kernels.config.tile_config import OF_STORED
+from triton_relattn.kernels.config.tile_config import KERNELS, READERS, TileConfig
 from triton_relattn.kernels.tile.registers import pack, rotate_rows, step_back_words, unpack
 from triton_relattn.kernels.tile.table import Table, bias_terms
 from triton_relattn.testing import Inputs, last_place, make_inputs
@@ -85,7 +83,7 @@ def test_words(saturate: bool) -> None:
 def tiles_of(config: TileConfig, carry: str | None = "scores") -> dict[str, TileConfig]:
     """The configuration for every kernel; the forward carries this, and those that read dS rotate no band."""
     tiles = {**dict.fromkeys(KERNELS, config), "forward": replace(config, carry=carry)}
-    return tiles | {kernel: replace(config, rotation="gather") for kernel in OF_STORED}
+    return tiles | {kernel: replace(config, rotation="gather") for kernel in READERS}
 
 
 def of_small_integers(inputs: Inputs) -> Inputs:
@@ -212,15 +210,6 @@ def test_a_bias_alone_is_not_rounded(kind: str, monkeypatch: pytest.MonkeyPatch)
         check_every_term(inputs, each, **arguments)
 
 
-@pytest.mark.parametrize("kernel", OF_STORED)
-def test_kernels_that_rotate_no_band(kernel: str) -> None:
-    """A configuration for rotations in registers is none of theirs."""
-    config = TileConfig(32, 32, 2, 1, rotation="registers")
-    assert config.why_invalid("sm_90", True, "dkv") is None
-    assert f'rotation must be "gather" for {kernel}' in str(config.why_invalid("sm_90", True, kernel))
-    assert {each.rotation for each in selection.candidates(kernel, "sm_90", True)} == {"gather"}
-
-
 def test_terms_beyond_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounded, they are its largest number: results are finite."""
     inputs = make_inputs(1, 1, 40, 40, 16, num_rows=79, dtype=torch.float16, seed=2)
@@ -256,16 +245,3 @@ def test_scales_at_which_float16_holds_no_terms(case: str, rotation: str, monkey
         inputs = inputs._replace(query=inputs.query / scale)
     round_terms(monkeypatch, True)
     check_every_term(inputs, tiles_of(TileConfig(32, 32, 2, 1, rotation=rotation)), scale=scale, **arguments)
-
-
-@pytest.mark.parametrize("width", [16, 64, 128, 256, 1024])
-def test_usual_scales_round(width: int) -> None:
-    """The usual scale, a scale of 1 as T5 has, and of 100 as normalised queries and keys have; not that of muP from 64 on."""
-    assert all(selection.float16_holds_terms(scale) for scale in (width**-0.5, 1.0, 100.0))
-    assert selection.float16_holds_terms(1 / width) == (width <= 32)
-
-
-def test_what_is_no_configuration() -> None:
-    assert "16 * num_warps must divide block_m" in str(TileConfig(64, 64, 8, 2, rotation="registers").why_invalid("sm_90", True))
-    assert "carry must be None or \"scores\", got 'both'" in str(TileConfig(64, 64, 4, 2, "both").why_invalid("sm_90", True))
-    assert "rotation must be" in str(TileConfig(64, 64, 4, 2, rotation="roll").why_invalid("sm_90", True))

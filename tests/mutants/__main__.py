@@ -37,13 +37,13 @@ AREAS = {
     "_implementations": "cpu/test_validation operator/test_draws operator/test_edges cpu/test_blockwise",
     "integrations": "cpu/test_structure cpu/test_enable",
     "integrations/transformers": "cpu/test_families cpu/test_decoding cpu/test_enable",
-    "kernels": "operator/test_sweeps operator/test_sums operator/test_draws operator/test_edges interpreter/test_features "
-    "interpreter/test_backward interpreter/test_key_terms interpreter/test_workspace",
-    "kernels/bwd_dq": "operator/test_draws interpreter/test_gradient_of_query",
+    "kernels": "operator/test_sweeps operator/test_sums operator/test_draws operator/test_edges interpreter/test_tiles "
+    "interpreter/test_features interpreter/test_calls interpreter/test_key_terms",
+    "kernels/bwd_dq": "operator/test_draws interpreter/test_calls",
     "kernels/config": "compile/test_profiles compile/test_launches",
     "kernels/grid": "interpreter/test_grids",
     "kernels/tile/registers": "interpreter/test_rotations operator/test_draws",
-    "kernels/workspace": "operator/test_draws interpreter/test_workspace interpreter/test_gradient_of_query",
+    "kernels/workspace": "operator/test_draws interpreter/test_calls",
     "nn": "cpu/test_nn cpu/test_tables",
     "plots": "cpu/test_plots",
     "tables": "cpu/test_nn cpu/test_tables",

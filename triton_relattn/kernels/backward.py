@@ -1,4 +1,4 @@
-"""The backward: the order of its kernels, of which those run that the wanted gradients need.
+"""The backward: the order of its kernels, of which those run that the wanted gradients need. minimal_backward.py has the idea.
 
 1. delta: rowsum(out * d_out) - d_lse of each query.
 2. dkv: dK and dV; with them dS = P * (dP - delta), and for rel_value P, of all pairs of some heads, to the workspace.
@@ -8,30 +8,26 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from .._core.dtypes import gradient_like
 from .._core.spec import DIFFERENTIABLE, TABLES, AttentionSpec, AttentionTensors
-from .bwd_dkv import launch_dkv
-from .bwd_dp2c import launch_dp2c
-from .bwd_dq import launch_dq
-from .bwd_dtable import launch_dtable
-from .call import (
-    Call,
-    PerQuery,
-    aligned,
-    contiguous,
-    strided,
-    with_aligned_operands,
-    with_positive_scale,
-)
-from .config import selection
-from .config.fitting import until_it_fits
-from .delta import launch_delta
+from .bwd_dkv import dkv_kernel
+from .bwd_dp2c import dp2c_kernel
+from .bwd_dq import dq_kernel
+from .bwd_dtable import dtable_kernel
+from .call import Call, PerQuery, cdiv, contiguous, strided
+from .config.selection import TileConfig, until_it_fits
+from .delta import CONFIG, delta_kernel
 from .far_keys import launch_far_keys
-from .workspace import planning, table_sums
+from .operands import aligned, with_aligned_operands, with_positive_scale
+from .workspace import planning
+from .workspace.stored import query_step
+from .workspace.table_sums import TableSums
 
 
 def backward(
@@ -42,7 +38,7 @@ def backward(
     tensors: AttentionTensors,
     spec: AttentionSpec,
     wanted: Sequence[bool] = (True,) * len(DIFFERENTIABLE),
-    tiles: Mapping[str, selection.TileConfig] | None = None,
+    tiles: Mapping[str, TileConfig] | None = None,
     residual: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of the tensors that spec.DIFFERENTIABLE names; None for those that are not wanted or not there.
@@ -52,11 +48,11 @@ def backward(
     - One float32 for each query. With clamped tables four more for rel_key and rel_bias, and four for rel_value; at the end a
       float32 copy of query for the gradient of rel_key, and of d_out for that of rel_value.
     - float32 sums for the gradient of the query, if not all pairs of a head are in the workspace at once.
-    - Each table's gradient in float32, once for each of the programs that share its sum (selection.table_splits). Not if one
+    - Each table's gradient in float32, once for each of the programs that share its sum (table_splits). Not if one
       program computes all of it.
     - A workspace: 2 bytes (4 with float32 inputs) for each pair of a query and a key, and as many more with
       rel_value, of as many heads or keys at a time as fit into TRITON_RELATTN_WORKSPACE bytes. If that is not set, the limit is
-      256 MiB, or as much as query, key and value take, or what keeps the GPU busy (planning.limit): linear in the length.
+      256 MiB, or as much as query, key and value take, or what keeps the GPU busy (planning.plan): linear in the length.
 
     Args:
         d_lse: None for zeros.
@@ -64,10 +60,10 @@ def backward(
         tiles: configurations by the names of kernels, in place of the selected ones.
         residual: as the forward returns it with keeps_residual.
     """
-    given_rel_query, scale_is_negative = tensors.rel_query, spec.scale < 0
+    had_rel_query, scale_is_negative = tensors.rel_query is not None, spec.scale < 0
     tensors, spec = with_positive_scale(tensors, spec)
     wants = dict(zip(DIFFERENTIABLE, wanted, strict=True))
-    has_two_roles = given_rel_query is None and tensors.rel_query is not None
+    has_two_roles = not had_rel_query and tensors.rel_query is not None
     if has_two_roles:
         wants["rel_query"] = wants["query"]
     results = _backward(d_out, d_lse, out, softmax_stats, tensors, spec, wants, tiles, residual)
@@ -82,6 +78,15 @@ def backward(
     return tuple(gradients.values())
 
 
+@functools.lru_cache(maxsize=1024)
+def shortened(tile: TileConfig, num_queries: int, step: int) -> TileConfig:
+    """Return the tile of a kernel that reads dS, whose queries lie a step from each other, without halves that have no query."""
+    block_m = tile.block_m
+    while block_m > 16 and block_m // 2 * step >= num_queries:
+        block_m //= 2
+    return tile if block_m == tile.block_m else replace(tile, block_m=block_m)
+
+
 @until_it_fits
 def _backward(
     d_out: torch.Tensor,
@@ -91,78 +96,137 @@ def _backward(
     tensors: AttentionTensors,
     spec: AttentionSpec,
     wants: Mapping[str, bool],
-    tiles: Mapping[str, selection.TileConfig] | None,
+    tiles: Mapping[str, TileConfig] | None,
     residual: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, ...]:
     """Compute what backward returns, for a positive scale and a query whose two roles need no separate sums."""
     gradients: dict[str, torch.Tensor | None] = {}
     for name, tensor in zip(DIFFERENTIABLE, tensors, strict=False):
-        if tensor is None or not wants[name]:
-            gradients[name] = None
-        else:
-            gradients[name] = gradient_like(tensor)
-    query = tensors.query
-    entries, heads, seqlen_q, _ = query.shape
-    if entries * heads * seqlen_q * tensors.key.shape[2] == 0:
+        gradients[name] = gradient_like(tensor) if tensor is not None and wants[name] else None
+    query, key = tensors.query, tensors.key
+    entries, heads, num_queries, _ = query.shape
+    if entries * heads * num_queries * key.shape[2] == 0:
         return tuple(None if gradient is None else gradient.zero_() for gradient in gradients.values())
 
+    # Which kernels run, in which tiles; the workspace
     tensors, d_out, d_lse = with_aligned_operands(tensors), aligned(d_out), contiguous(d_lse)
     call = Call(tensors, spec, (out, d_out))
     launch_far_keys(call, tensors.key)
     kernels = ("dkv", "dq", "dtable", *["dp2c"] * (tensors.rel_p2c is not None))
     tiles = {kernel: call.tile(kernel, (tiles or {}).get(kernel)) for kernel in kernels}
-    is_wanted = {name: gradient is not None for name, gradient in gradients.items()}
-    is_clamped, has_rows = call.coverage == "clamp", tensors.rel_key is not None or tensors.rel_bias is not None
-    wants_query = is_wanted["query"] or is_wanted["rel_query"]
-    wants_rows = is_wanted["rel_key"] or is_wanted["rel_bias"]
-    plan, ds, probs = planning.allocated(
-        call,
-        tensors,
-        spec,
-        tiles,
-        selection.multiprocessors(query.device),
-        wants_query or wants_rows or is_wanted["rel_p2c"],
-        is_wanted["rel_value"],
-    )
-    new = query.new_empty if tensors.cu_seqlens_q is None and plan.has_whole_heads else query.new_zeros
+    step = query_step(8 * query.element_size())
+    tiles |= {kernel: shortened(tiles[kernel], spec.max_seqlen_q, step) for kernel in ("dq", "dtable")}
+    wanted = {name for name, gradient in gradients.items() if gradient is not None}
+    wants_query, wants_rows = bool(wanted & {"query", "rel_query"}), bool(wanted & {"rel_key", "rel_bias"})
+    wants_ds = wants_query or wants_rows or "rel_p2c" in wanted
+    plan, ds, probs = planning.allocated(call, tensors, spec, tiles["dkv"], wants_ds, "rel_value" in wanted)
 
-    def sides(exist: bool, length: int) -> torch.Tensor | None:
-        """Allocate two numbers of each query or key, of the pairs before and behind a clamped table."""
+    new = query.new_empty if tensors.cu_seqlens_q is None and plan.has_whole_heads else query.new_zeros
+    is_clamped, has_rows = call.coverage == "clamp", tensors.rel_key is not None or tensors.rel_bias is not None
+
+    def new_sides(exist: bool, length: int) -> torch.Tensor | None:
+        """Allocate (B, H, 2, N): two numbers of each query or key, of the pairs before and behind a clamped table."""
         return new((entries, heads, 2, length), dtype=torch.float32) if is_clamped and exist else None
 
-    # 1. delta, and what keys beyond a clamped table add to scores and dP
-    far_scores, far_values = sides(has_rows, seqlen_q), sides(tensors.rel_value is not None, seqlen_q)
-    far_key_sums = sides(is_wanted["rel_p2c"], tensors.key.shape[2])
-    deltas = query.new_empty(entries, heads, seqlen_q, dtype=torch.float32)
+    # 1. delta [B, H, Nq], and what keys beyond a clamped table add to scores and dP
+    far_scores, far_values = new_sides(has_rows, num_queries), new_sides(tensors.rel_value is not None, num_queries)
+    far_key_sums = new_sides("rel_p2c" in wanted, key.shape[2])
+    deltas = query.new_empty(entries, heads, num_queries, dtype=torch.float32)
     per_query = PerQuery(*map(strided, (softmax_stats, deltas, far_scores, far_values, far_key_sums)))
-    launch_delta(call, out, residual, d_out, d_lse, per_query)
+    call.launch(
+        "delta",
+        delta_kernel,
+        CONFIG,
+        (cdiv(num_queries, CONFIG.block_m) * entries * heads,),
+        outs=strided(out),
+        residuals=strided(residual),
+        d_outs=strided(d_out),
+        d_lses=strided(d_lse),
+        per_query=per_query,
+        num_queries=num_queries,
+    )
 
-    far_sums = sides(wants_rows or (tensors.rel_key is not None and wants_query), seqlen_q)
-    far_probs = sides(is_wanted["rel_value"], seqlen_q)
-    of_query = {name: gradients[name] for name in ("query", "rel_query")}
-    if not plan.has_whole_heads:  # parts of a sum
-        of_query = {n: None if each is None else torch.zeros_like(each, dtype=torch.float32) for n, each in of_query.items()}
-    sums = None
-    if any(is_wanted[name] for name in TABLES):
-        sums = table_sums.TableSums(call, tensors, spec, gradients, tiles, plan)
+    far_sums = new_sides(wants_rows or (tensors.rel_key is not None and wants_query), num_queries)
+    far_probs = new_sides("rel_value" in wanted, num_queries)
+    d_query, d_rel_query = gradients["query"], gradients["rel_query"]
+    if not plan.has_whole_heads:  # sums of several parts, in float32
+        d_query, d_rel_query = (
+            None if each is None else torch.zeros_like(each, dtype=torch.float32) for each in (d_query, d_rel_query)
+        )
+    sums = TableSums(call, tensors, spec, gradients, tiles, plan) if wanted.intersection(TABLES) else None
+    query_blocks = cdiv(spec.max_seqlen_q, tiles["dq"].block_m * step) * step
+
     for part in plan.parts:  # always in this order, so that sums repeat
-        # 2. dK and dV; dS and P to the workspace
-        launch_dkv(call, tiles["dkv"], per_query, d_out, gradients["key"], gradients["value"], ds, probs, plan, part)
-        # 3. dQ
-        if wants_query or far_sums is not None:
-            launch_dq(call, tiles["dq"], ds, of_query["query"], of_query["rel_query"], far_sums, plan, part)
-        if far_probs is not None:
-            launch_dq(call, tiles["dq"], probs, None, None, far_probs, plan, part)
-        # 4. the tables
-        if wants_rows:
-            launch_dtable(call, tiles["dtable"], call.rel_query, ds, sums, plan, part, of_values=False)
-        if probs is not None:
-            launch_dtable(call, tiles["dtable"], d_out, probs, sums, plan, part, of_values=True)
-        if is_wanted["rel_p2c"]:
-            launch_dp2c(call, tiles["dp2c"], ds, sums, plan, part)
+        stored_part = {**part._asdict(), "LAYOUT": plan.layout}
+        # 2. dK and dV of a part of the keys; dS and P of their pairs, to the workspace
+        call.launch(
+            "dkv",
+            dkv_kernel,
+            tiles["dkv"],
+            (part.stop_program - part.first_program,),
+            d_outs=strided(d_out),
+            d_keys=strided(gradients["key"]),
+            d_values=strided(gradients["value"]),
+            per_query=per_query,
+            ds=strided(ds),
+            stored_probs=strided(probs),
+            first_program=part.first_program,
+            LAYOUT=plan.layout,
+        )
+        # 3. dQ from dS; of keys beyond a clamped table sums of dS, and of P
+        for stored, d_queries, d_rel_queries, sums_beyond in (
+            (ds, d_query, d_rel_query, far_sums),
+            (probs, None, None, far_probs),
+        ):
+            if any(result is not None for result in (d_queries, d_rel_queries, sums_beyond)):
+                call.launch(
+                    "dq",
+                    dq_kernel,
+                    tiles["dq"],
+                    (query_blocks * plan.num_items(part),),
+                    stored=strided(stored),
+                    d_queries=strided(d_queries),
+                    d_rel_queries=strided(d_rel_queries),
+                    far_sums=strided(sums_beyond),
+                    ADDS=not plan.has_whole_heads,
+                    **stored_part,
+                )
+        if sums is None:
+            continue
+        # 4. The tables: rel_key and rel_bias from dS and the queries, rel_value from P and d_out
+        shared = {"PER_HEAD": sums.per_head, "ADDS": sums.adds, **stored_part}
+        for is_wanted, vectors, stored, for_values in (
+            (wants_rows, call.rel_query, ds, False),
+            ("rel_value" in wanted, d_out, probs, True),
+        ):
+            if is_wanted:
+                call.launch(
+                    "dtable",
+                    dtable_kernel,
+                    tiles["dtable"],
+                    sums.grid,
+                    vectors=strided(vectors),
+                    stored=strided(stored),
+                    d_rows=sums.partial("rel_value" if for_values else "rel_key"),
+                    d_biases=None if for_values else sums.partial("rel_bias"),
+                    FOR_VALUES=for_values,
+                    **shared,
+                )
+        # and rel_p2c from dS and the keys
+        if "rel_p2c" in wanted:
+            call.launch(
+                "dp2c",
+                dp2c_kernel,
+                tiles["dp2c"],
+                sums.key_grid(tiles["dp2c"].block_m),
+                stored=strided(ds),
+                d_rel_p2c=sums.partial("rel_p2c"),
+                MARGIN=sums.margin,
+                **shared,
+            )
     if sums is not None:
         sums.add_up(tensors.key, d_out, far_sums, far_probs, far_key_sums)
-    for name, total in of_query.items():
+    for name, total in (("query", d_query), ("rel_query", d_rel_query)):
         if total is not None and total is not gradients[name]:
             gradients[name].copy_(total)
     return tuple(gradients.values())

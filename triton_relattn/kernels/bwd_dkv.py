@@ -6,16 +6,12 @@ A program owns a block of keys and loops over the queries that see them, of all 
 if there is a rel_value, in the workspace.
 """
 
-import torch
 import triton
 import triton.language as tl
 
-from .call import Call, PerQuery, strided
-from .config.selection import TileConfig
 from .logits import Keys, Queries, key_table, relative_terms, score_table, tile_logits, value_table
 from .tile.addressing import head_matrix, key_order, load_rows, row_vector, side_vector, store_rows
 from .tile.band import blocks_before, whole_tile
-from .tile.dropout import keep_mask
 from .tile.key_terms import (
     add_end_rows_of_keys,
     add_far_queries,
@@ -26,11 +22,10 @@ from .tile.key_terms import (
     reached_by_keys,
     store_key_sums,
 )
-from .tile.masking import FAR, NEAR, exists, first_part, locate, loop_position, part_range, query_range, stop_part
+from .tile.masking import FAR, NEAR, exists, first_part, keep_mask, locate, loop_position, part_range, query_range, stop_part
 from .tile.scores import LN_2, exponent_scale, load_softmax_stats, probabilities, score_gradients, tile_scores
 from .tile.table import reached_table
-from .workspace.planning import Part, Plan
-from .workspace.stored import key_of_column, store_tile
+from .workspace.stored import first_column_key, store_tile
 
 
 @triton.jit(do_not_specialize=["first_program", "first", "last", "num_heads"])
@@ -72,6 +67,7 @@ def dkv_kernel(
         if key_start >= place.key_rows:
             return
 
+    # The block's keys [N, D] and values [N, Dv], and their gradients
     tile_m = tl.arange(0, TILE.block_m)
     tile_n = key_order(TILE)
     offs_n = key_start + tile_n
@@ -95,7 +91,7 @@ def dkv_kernel(
     if inputs.rel_p2c is not None:
         natural_key = natural_keys(keys, key_start, place, call.window, TILE, SHAPE)
         key_lowest, key_highest = reached_by_keys(key_start, place, call.window, TILE)
-    for member in range(SHAPE.group):
+    for member in range(SHAPE.group):  # all heads of queries that share these keys
         head = key_head * SHAPE.group + member
         head_queries = head_matrix(inputs.query, place.entry, head, place.query_start, SHAPE.wide_index)
         head_d_outs = head_matrix(d_outs, place.entry, head, place.query_start, SHAPE.wide_index)
@@ -110,6 +106,7 @@ def dkv_kernel(
         if inputs.rel_value is not None:
             values_table = value_table(inputs, head, first, last, SHAPE)
         scale = exponent_scale(call.scaling, mask)
+        # Where the workspace has the pairs of this head: in one of its matrices, from part_start on
         if STORES:
             item = (program // num_blocks - first_program // num_blocks) * SHAPE.group + member
             part_start = first_program % num_blocks * TILE.block_n
@@ -131,22 +128,22 @@ def dkv_kernel(
                 rel_query, far_term = query, 0
                 if PART == NEAR and inputs.rel_query is not None and HAS_TERM:
                     rel_query = load_rows(head_rel_queries, row_start, tile_m, valid_m, SHAPE.rel_dim, SHAPE.block_dr)
-                # P, from the logits and the forward's statistics
+                # P = exp(S - lse) [M, N], S the forward's logits: the relative terms, and Q K^T added to them
                 row_max, log_sum = load_softmax_stats(per_query.softmax_stats, place, head, offs_m, valid_m)
                 if PART == FAR and HAS_TERM and TILE.coverage == "clamp":
                     far_term = side_vector(per_query.far_scores, place.entry, head, side, place.query_start)
                     far_term = tl.load(far_term + offs_m, mask=valid_m, other=0.0)
-                queries, of_keys = Queries(rel_query, far_term, offs_m, valid_m), Keys(natural_key, offs_n, valid_n)
+                tile_queries, tile_keys = Queries(rel_query, far_term, offs_m, valid_m), Keys(natural_key, offs_n, valid_n)
                 terms, carried, keys_carried = relative_terms(
-                    queries, of_keys, table, keys_table, inputs.far_keys, carried, keys_carried,
+                    tile_queries, tile_keys, table, keys_table, inputs.far_keys, carried, keys_carried,
                     relative, is_past, place, head, PART, TILE,
                 )  # fmt: skip
-                scores, seen, slope = tile_logits(query, key, terms, queries, of_keys, mask, place, call, True, TILE)
-                probs = probabilities(scores, seen, scale, row_max, log_sum)
+                scores, is_visible, slope = tile_logits(query, key, terms, tile_queries, tile_keys, mask, place, call, True, TILE)
+                probs = probabilities(scores, is_visible, scale, row_max, log_sum)
                 keep = None
                 if call.dropout.seed is not None:
                     keep = keep_mask(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
-                # dP = dO V^T, and dO times the rows of rel_value
+                # dP = dO V^T [M, N], and dO times the rows of rel_value along the diagonals
                 d_out = load_rows(head_d_outs, row_start, tile_m, valid_m, SHAPE.value_dim, SHAPE.block_dv)
                 if WANTS_SCORES:
                     if PART == NEAR and inputs.rel_value is not None:
@@ -159,20 +156,20 @@ def dkv_kernel(
                         d_probs = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
                     d_probs = tile_scores(d_out, value, d_probs, TILE)
                 if STORES:
-                    column = key_start - key_of_column(row_start, place.query_offset, part_start, call.window, LAYOUT)
+                    column = key_start - first_column_key(row_start, place.query_offset, part_start, call.window, LAYOUT)
                 kept_probs = (probs if call.dropout.seed is None else tl.where(keep, probs, 0.0)).to(d_out.dtype)
                 if stored_probs is not None:
-                    matrix_of_probs = head_matrix(stored_probs, 0, item, 0, False)
-                    store_tile(matrix_of_probs, kept_probs, row_start, tile_m, valid_m, column, TILE, LAYOUT)
+                    probs_matrix = head_matrix(stored_probs, 0, item, 0, False)
+                    store_tile(probs_matrix, kept_probs, row_start, tile_m, valid_m, column, TILE, LAYOUT)
                 # dV += P^T dO. This product stands between those of dP and dK: the matrix units have work while dS is computed.
                 if d_values is not None:
                     # [N, M] @ [M, Dv] -> [N, Dv]
                     d_value = tl.dot(tl.trans(kept_probs), d_out, d_value, input_precision=TILE.precision)
-                # dS, P times dP less delta
+                # dS = P (dP - delta) [M, N], to the workspace
                 if WANTS_SCORES:
                     delta = row_vector(per_query.deltas, place.entry, head, place.query_start)
                     delta = tl.load(delta + offs_m, mask=valid_m, other=0.0)
-                    d_scores = score_gradients(probs, d_probs, delta, seen, keep, call, inputs.rel_value is not None)
+                    d_scores = score_gradients(probs, d_probs, delta, is_visible, keep, call, inputs.rel_value is not None)
                     if call.scaling.softcap is not None:
                         d_scores *= slope
                     d_scores = d_scores.to(query.dtype)
@@ -188,6 +185,7 @@ def dkv_kernel(
                         d_key = tl.dot(tl.trans(d_scores), query, d_key, input_precision=TILE.precision)
                         if PART == NEAR and inputs.rel_p2c is not None:
                             d_key = multiply_key_band(d_key, d_scores, reached, relative, call.scaling, TILE)
+        # Queries beyond a clamped rel_p2c have one of its end rows
         if inputs.far_keys is not None and WANTS_SCORES:
             past, future = far_query_sums(far_sums)
             if per_query.far_key_sums is not None:
@@ -195,7 +193,7 @@ def dkv_kernel(
             if d_keys is not None:
                 d_key = add_end_rows_of_keys(d_key, past, future, keys_table, key_lowest, key_highest, TILE)
 
-    valid_n = offs_n < place.key_rows  # padding has a gradient, too: zero
+    valid_n = offs_n < place.key_rows  # padding has a gradient as well: zero
     if d_keys is not None:
         unit = tl.cast(call.scaling.base_2_scale, tl.float32) * LN_2
         d_keys = head_matrix(d_keys, place.entry, key_head, place.key_start, SHAPE.wide_index)
@@ -209,32 +207,3 @@ def dkv_kernel(
             d_value *= tl.cast(call.dropout.keep_scale, tl.float32)
         d_values = head_matrix(d_values, place.entry, key_head, place.key_start, SHAPE.wide_index)
         store_rows(d_values, key_start, tile_n, valid_n, d_value, SHAPE.value_dim, SHAPE.block_dv)
-
-
-def launch_dkv(
-    call: Call,
-    tile: TileConfig,
-    per_query: PerQuery,
-    d_out: torch.Tensor,
-    d_key: torch.Tensor | None,
-    d_value: torch.Tensor | None,
-    ds: torch.Tensor | None,
-    probs: torch.Tensor | None,
-    plan: Plan,
-    part: Part,
-) -> None:
-    """Launch dkv_kernel for a part of the keys; see there."""
-    call.launch(
-        "dkv",
-        dkv_kernel,
-        tile,
-        (part.stop_program - part.first_program,),
-        d_outs=strided(d_out),
-        d_keys=strided(d_key),
-        d_values=strided(d_value),
-        per_query=per_query,
-        ds=strided(ds),
-        stored_probs=strided(probs),
-        first_program=part.first_program,
-        LAYOUT=plan.layout,
-    )

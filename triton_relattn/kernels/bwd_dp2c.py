@@ -2,24 +2,19 @@
 
     d_rel_p2c[r] = sum_j dS[j - r, j] k_j
 
-A program owns a block of the table's rows and loops over the keys: the dtable kernel with queries and keys exchanged. For each
-block of keys it takes of the two tiles of queries that the rows belong to the half that does. No two programs add to the same
+A program owns a block of the table's rows and loops over the keys: the dtable kernel with queries and keys exchanged. A block of
+M rows and a block of N keys meet in queries of two tiles; of either it takes the half that does. No two programs add to the same
 number.
 """
 
-import torch
 import triton
 import triton.language as tl
 
-from .call import Call, cdiv, strided
-from .config.selection import TileConfig
 from .tile.addressing import head_matrix, load_rows, store_rows
 from .tile.key_terms import keys_at, near_queries, rotate_columns
 from .tile.masking import exists, locate, visible
 from .tile.scores import rel_unit
-from .workspace.planning import Part, Plan
-from .workspace.stored import items_of, key_of_column, stored_part
-from .workspace.table_sums import TableSums
+from .workspace.stored import first_column_key, stored_part, table_items
 
 
 @triton.jit(do_not_specialize=["first_program", "stop_program", "first", "last", "num_heads"])
@@ -57,7 +52,7 @@ def dp2c_kernel(
     acc = tl.full([TILE.block_m, SHAPE.block_d], 0.0, tl.float32)
     first_item, stop_item, first_key, stop_key = stored_part(first_program, stop_program, call.sequences, LAYOUT, SHAPE.group)
 
-    item_start, item_step = items_of(table_head, first_item, num_heads, PER_HEAD)
+    item_start, item_step = table_items(table_head, first_item, num_heads, PER_HEAD)
     for item in tl.range(item_start, stop_item, item_step):
         place = locate(call.sequences, call.window, item // num_heads)
         matrix = head_matrix(stored, 0, item - first_item, 0, False)
@@ -69,16 +64,16 @@ def dp2c_kernel(
             # A pair of a row and a key is one query: of the tile from the first of them on where m >= n, else of the next tile.
             next_tile = tl.where(tile_m[:, None] < tile_n[None, :], TILE.block_m, 0)
             offs_m = (key_start - place.query_offset - highest) + tile_m[:, None] + next_tile
-            seen = visible(offs_m, offs_n[None, :], place, call.window) & valid_n[None, :]
+            is_visible = visible(offs_m, offs_n[None, :], place, call.window) & valid_n[None, :]
             start_m, stop_m = 0, place.num_queries
             if TILE.coverage == "clamp":
                 start_m, stop_m = near_queries(offs_n[None, :], first, last, place, LAYOUT, TILE)
-            seen = seen & (offs_m >= start_m) & (offs_m < stop_m)
+            is_visible = is_visible & (offs_m >= start_m) & (offs_m < stop_m)
             # Numbers of positions below those of the rows may lie before the workspace's first.
-            seen = seen & (offs_n[None, :] - offs_m >= place.query_offset + first - MARGIN)
-            columns = offs_n[None, :] - key_of_column(offs_m, place.query_offset, first_key, call.window, LAYOUT)
+            is_visible = is_visible & (offs_n[None, :] - offs_m >= place.query_offset + first - MARGIN)
+            columns = offs_n[None, :] - first_column_key(offs_m, place.query_offset, first_key, call.window, LAYOUT)
             # Numbers of hidden pairs may never have been stored.
-            d_tile = tl.load(matrix[0] + (offs_m * matrix[1] + columns), mask=seen, other=0.0)
+            d_tile = tl.load(matrix[0] + (offs_m * matrix[1] + columns), mask=is_visible, other=0.0)
             key = load_rows(head_keys, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
             # [M, N] @ [N, D] -> [M, D]
             acc = tl.dot(rotate_columns(d_tile, TILE), key, acc, input_precision=TILE.precision)
@@ -89,24 +84,3 @@ def dp2c_kernel(
     if ADDS:
         acc += load_rows(d_rel_p2c, row, -tile_m, valid, SHAPE.head_dim, SHAPE.block_d)
     store_rows(d_rel_p2c, row, -tile_m, valid, acc, SHAPE.head_dim, SHAPE.block_d)
-
-
-def launch_dp2c(call: Call, tile: TileConfig, ds: torch.Tensor, sums: TableSums, plan: Plan, part: Part) -> None:
-    """Launch dp2c_kernel for a part of the workspace; see there."""
-    d_rel_p2c, margin = sums.partial("rel_p2c"), sums.margin
-    assert d_rel_p2c is not None
-    splits, table_heads, _, _ = d_rel_p2c[0].shape
-    call.launch(
-        "dp2c",
-        dp2c_kernel,
-        tile,
-        (cdiv(sums.num_rows + 2 * margin, tile.block_m) * table_heads, splits),
-        stored=strided(ds),
-        d_rel_p2c=d_rel_p2c,
-        first_program=part.first_program,
-        stop_program=part.stop_program,
-        LAYOUT=plan.layout,
-        MARGIN=margin,
-        PER_HEAD=sums.per_head,
-        ADDS=sums.adds,
-    )

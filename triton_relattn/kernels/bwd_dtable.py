@@ -2,39 +2,39 @@
 
     d_rel_key[r] = sum_i dS[i, i + r] q_i     d_rel_bias[r] = sum_i dS[i, i + r]     d_rel_value[r] = sum_i P[i, i + r] d_out_i
 
+Row r of the table met the pairs (i, i + r): a diagonal of dS. In memory the dS of query i + 1 and key i + 1 + r lies one row and
+one element behind that of i and i + r. So a tile of M queries and N successive r, ``band[m, n] = dS[i, i + r0 + n]``, is a load
+with the row stride of dS plus one, and the sum over the queries is a product, ``band^T [N, M] @ Q [M, D] -> [N, D]``:
+
+                r = -2 -1  0  1  2
+    i = 0              .   .  0  1  2          the numbers are the keys i + r
+    i = 1              .   0  1  2  .          a column is a diagonal of dS: one row of the table
+    i = 2              0   1  2  .  .
+
 A program owns a block of table rows and loops over the queries. No two programs add to the same number, so there are no atomics
 and the result repeats bit for bit. Where there are fewer blocks of rows than a GPU can work on at once, several programs share
-a block, each with a partial sum of its own.
+a block, each with a partial sum of its own (table_sums.py adds these up).
+
+Loads of 16 bytes. A row of a tile may begin anywhere, but only at every STEP-th number (8 of 16 bits, 4 of 32) 16 bytes begin. At
+relative position r that is so for every STEP-th query. Hence a tile has queries i, i + STEP, i + 2 STEP, ..., all those for which
+i + r is a multiple of STEP. The other queries have their turn at r - 1, r - 2, ..., r - STEP + 1: STEP passes, one position
+further down each. The sums move up a row from pass to pass, so that each stays with its r.
 """
 
-import torch
 import triton
 import triton.language as tl
 
-from .bwd_dq import fitted
-from .call import Call, strided
-from .config.selection import TileConfig
 from .tile.addressing import head_matrix, load_rows, row_vector, store_rows
 from .tile.masking import locate
 from .tile.scores import rel_unit
-from .workspace.planning import Part, Plan
-from .workspace.stored import (
-    items_of,
-    key_of_column,
-    load_tile,
-    queries_apart,
-    rows_of_program,
-    seen_keys,
-    stored_part,
-)
-from .workspace.table_sums import TableSums
+from .workspace.stored import first_column_key, load_tile, program_rows, query_step, readable_keys, stored_part, table_items
 
 
 @triton.jit
-def queries_at(relative, query_offset, first_key, stop_key, APART: tl.constexpr, BLOCK_N: tl.constexpr):
+def queries_at(relative, query_offset, first_key, stop_key, STEP: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return (start, stop) of the queries that have a key of first_key .. stop_key at one of N successive relative positions;
-    start is a multiple of APART."""
-    start = tl.maximum(first_key - query_offset - relative - (BLOCK_N - 1), 0) // APART * APART
+    start is a multiple of STEP."""
+    start = tl.maximum(first_key - query_offset - relative - (BLOCK_N - 1), 0) // STEP * STEP
     return start, tl.maximum(stop_key - query_offset - relative, 0)
 
 
@@ -54,14 +54,14 @@ def dtable_kernel(
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
     LAYOUT: tl.constexpr,
-    OF_VALUES: tl.constexpr,
+    FOR_VALUES: tl.constexpr,
     PER_HEAD: tl.constexpr,
     ADDS: tl.constexpr,
 ):
     """Compute partial sums of the gradients of table rows: d_rows [splits, heads or 1, R, D], d_biases [splits, heads or 1, R].
     Either may be None. ADDS: add to the sums that are there.
 
-    vectors: the queries, or what rel_key meets in their place, and stored is dS, [1, items, Nq, columns]. OF_VALUES: vectors are
+    vectors: the queries, or what rel_key meets in their place, and stored is dS, [1, items, Nq, columns]. FOR_VALUES: vectors are
     d_out, and stored is P. first_program, stop_program: the programs of the dkv kernel whose numbers the workspace has.
 
     Pairs beyond a clamped table are not here: dq_kernel sums them for each query (table_sums.py).
@@ -69,17 +69,19 @@ def dtable_kernel(
     Grid: (row blocks * table heads, splits), row blocks fastest; a program takes every splits-th block of queries of all items
     that use its table.
     """
-    TABLE: tl.constexpr = TILE.value_tile if OF_VALUES else TILE
-    APART: tl.constexpr = queries_apart(stored[0].dtype.element_ty.primitive_bitwidth)
-    STEP: tl.constexpr = rows_of_program(TILE.block_n, APART)
-    num_blocks = tl.cdiv(last - first + 1, STEP)
+    TABLE: tl.constexpr = TILE.value_tile if FOR_VALUES else TILE
+    STEP: tl.constexpr = query_step(stored[0].dtype.element_ty.primitive_bitwidth)
+    ROWS: tl.constexpr = program_rows(TILE.block_n, STEP)  # of the N rows of a tile; the others are a neighbour's
+    num_blocks = tl.cdiv(last - first + 1, ROWS)
     block = tl.program_id(0) % num_blocks
     table_head = tl.program_id(0) // num_blocks if PER_HEAD else 0
     split, num_splits = tl.program_id(1), tl.num_programs(1)
-    lowest_row = first + block * STEP
+    lowest_row = first + block * ROWS
     tile_m = tl.arange(0, TILE.block_m)
     tile_n = tl.arange(0, TILE.block_n)
     row_before = tl.maximum(tile_n - 1, 0)[:, None]
+
+    # The sums: of rows [N, D], of biases [N, 16]
     if d_rows is not None:
         acc = tl.full([TILE.block_n, TABLE.block_width], 0.0, tl.float32)
     if d_biases is not None:
@@ -87,41 +89,45 @@ def dtable_kernel(
         bias_acc = tl.full([TILE.block_n, 16], 0.0, tl.float32)
         ones = tl.full([TILE.block_m, 16], 1.0, stored[0].dtype.element_ty)
 
+    # The items, a sequence and head each, and the keys that the workspace has; of these the items that use this table
     first_item, stop_item, first_key, stop_key = stored_part(first_program, stop_program, call.sequences, LAYOUT, SHAPE.group)
-    first_key = first_key // APART * APART  # changes nothing: so the compiler knows that it is a multiple
+    first_key = first_key // STEP * STEP  # changes nothing, but tells the compiler that it is a multiple
     stop_key = tl.minimum(stop_key, call.sequences.max_seqlen_k)
-    item_start, item_step = items_of(table_head, first_item, num_heads, PER_HEAD)
+    item_start, item_step = table_items(table_head, first_item, num_heads, PER_HEAD)
     num_items = tl.cdiv(tl.maximum(stop_item - item_start, 0), item_step)
-    for before in tl.range(APART):  # so many rows of the tile stand for positions before lowest_row
+
+    for before in tl.range(STEP):  # passes: so many rows of the tile stand for positions before lowest_row
         relative = lowest_row - before
-        # In each iteration but the first, when all sums are zero, every position moves on by a row.
+        # The sums move up by a row. (In the first pass all are zero.)
         if d_rows is not None:
             acc = tl.gather(acc, tl.broadcast_to(row_before, acc.shape), axis=0)
         if d_biases is not None:
             bias_acc = tl.gather(bias_acc, tl.broadcast_to(row_before, bias_acc.shape), axis=0)
-        # How many queries of an item have a key of the workspace at one of these positions, at most.
+        # Queries of an item that have a key of the workspace at one of these positions, at most; none beyond the window
         if call.sequences.query_offsets is None:
-            start, stop = queries_at(relative, call.sequences.query_offset, first_key, stop_key, APART, TILE.block_n)
+            start, stop = queries_at(relative, call.sequences.query_offset, first_key, stop_key, STEP, TILE.block_n)
             span = tl.minimum(stop, call.sequences.max_seqlen_q) - start
         else:
-            span = tl.minimum(call.sequences.max_seqlen_q, stop_key - first_key + TILE.block_n + APART)
+            span = tl.minimum(call.sequences.max_seqlen_q, stop_key - first_key + TILE.block_n + STEP)
         if call.window[1] is not None:
             span = tl.where(relative > call.window[1], 0, span)
         if call.window[0] is not None:
             span = tl.where(relative + (TILE.block_n - 1) < -call.window[0], 0, span)
-        per_item = tl.cdiv(tl.maximum(span, 0), TILE.block_m * APART)
+        per_item = tl.cdiv(tl.maximum(span, 0), TILE.block_m * STEP)
+
         for position in tl.range(split, num_items * per_item, num_splits):
+            # A block of queries i of an item, those for which i + r is a multiple of STEP
             item = item_start + position // tl.maximum(per_item, 1) * item_step
             place = locate(call.sequences, call.window, item // num_heads)
             shift = place.query_offset + relative
-            start, _ = queries_at(relative, place.query_offset, first_key, stop_key, APART, TILE.block_n)
-            row_start = start + position % tl.maximum(per_item, 1) * (TILE.block_m * APART)
-            first_query = -shift & (APART - 1)  # whose numbers at this position begin at a multiple of 16 bytes
-            offs_m = row_start + first_query + tile_m * APART
+            start, _ = queries_at(relative, place.query_offset, first_key, stop_key, STEP, TILE.block_n)
+            row_start = start + position % tl.maximum(per_item, 1) * (TILE.block_m * STEP)
+            first_query = -shift & (STEP - 1)
+            offs_m = row_start + first_query + tile_m * STEP
             valid_m = offs_m < place.num_queries
-            # Numbers of hidden pairs may never have been stored, and in a band have no place.
-            key_low, key_high = seen_keys(offs_m, place, call.window, first_key, stop_key, APART)
-            column_keys = key_of_column(offs_m, place.query_offset, first_key, call.window, LAYOUT)
+            # band [M, N] = dS[i, i + r]. Hidden pairs may never have been stored, and in a band have no place: they are 0.
+            key_low, key_high = readable_keys(offs_m, place, call.window, first_key, stop_key, STEP)
+            column_keys = first_column_key(offs_m, place.query_offset, first_key, call.window, LAYOUT)
             matrix = head_matrix(stored, 0, item - first_item, 0, False)
             band = load_tile(matrix, offs_m, offs_m + shift, column_keys, key_low, key_high, TILE.block_n)
             if d_biases is not None:
@@ -129,61 +135,32 @@ def dtable_kernel(
                 bias_acc = tl.dot(tl.trans(band), ones, bias_acc, input_precision="ieee")
             if d_rows is not None:
                 head_vectors = head_matrix(vectors, place.entry, item % num_heads, place.query_start, SHAPE.wide_index)
-                rows = first_query + tile_m * APART
-                of_queries = load_rows(head_vectors, row_start, rows, valid_m, TABLE.width, TABLE.block_width)
+                rows = first_query + tile_m * STEP
+                vector = load_rows(head_vectors, row_start, rows, valid_m, TABLE.width, TABLE.block_width)
                 # [N, M] @ [M, D] -> [N, D]
-                acc = tl.dot(tl.trans(band), of_queries, acc, input_precision=TILE.precision)
+                acc = tl.dot(tl.trans(band), vector, acc, input_precision=TILE.precision)
 
-    # What hidden positions add to their own rows may be anything.
-    position = lowest_row - (APART - 1) + tile_n
-    seen = position >= lowest_row
+    # Each program stores its own rows. What hidden positions have added to theirs may be anything.
+    position = lowest_row - (STEP - 1) + tile_n
+    is_visible = position >= lowest_row
     if call.window[1] is not None:
-        seen = seen & (position <= call.window[1])
+        is_visible = is_visible & (position <= call.window[1])
     if call.window[0] is not None:
-        seen = seen & (position >= -call.window[0])
-    row = lowest_row - (APART - 1) - first
-    valid = (position >= lowest_row) & (position < lowest_row + STEP) & (position <= last)
+        is_visible = is_visible & (position >= -call.window[0])
+    row = lowest_row - (STEP - 1) - first
+    valid = (position >= lowest_row) & (position < lowest_row + ROWS) & (position <= last)
     if d_rows is not None:
         unit = rel_unit(call.scaling)
-        if OF_VALUES:
+        if FOR_VALUES:
             unit = 1.0 if call.dropout.seed is None else tl.cast(call.dropout.keep_scale, tl.float32)
-        acc = tl.where(seen[:, None], acc * unit, 0.0)
+        acc = tl.where(is_visible[:, None], acc * unit, 0.0)
         d_rows = head_matrix(d_rows, split, table_head, 0, SHAPE.wide_index)
         if ADDS:
             acc += load_rows(d_rows, row, tile_n, valid, TABLE.width, TABLE.block_width)
         store_rows(d_rows, row, tile_n, valid, acc, TABLE.width, TABLE.block_width)
     if d_biases is not None:
-        bias = tl.where(seen, tl.max(bias_acc, axis=1), 0.0)
+        bias = tl.where(is_visible, tl.max(bias_acc, axis=1), 0.0)
         pointers = row_vector(d_biases, split, table_head, row) + tile_n
         if ADDS:
             bias += tl.load(pointers, mask=valid, other=0.0)
         tl.store(pointers, bias, mask=valid)
-
-
-def launch_dtable(
-    call: Call,
-    tile: TileConfig,
-    vectors: torch.Tensor,
-    stored: torch.Tensor,
-    sums: TableSums,
-    plan: Plan,
-    part: Part,
-    of_values: bool,
-) -> None:
-    """Launch dtable_kernel for a part of the workspace: for rel_value with P, or for rel_key and rel_bias with dS."""
-    call.launch(
-        "dtable",
-        dtable_kernel,
-        fitted(tile, call.common.sequences.max_seqlen_q, 8 * stored.element_size()),
-        sums.grid,
-        vectors=strided(vectors),
-        stored=strided(stored),
-        d_rows=sums.partial("rel_value" if of_values else "rel_key"),
-        d_biases=None if of_values else sums.partial("rel_bias"),
-        first_program=part.first_program,
-        stop_program=part.stop_program,
-        LAYOUT=plan.layout,
-        OF_VALUES=of_values,
-        PER_HEAD=sums.per_head,
-        ADDS=sums.adds,
-    )

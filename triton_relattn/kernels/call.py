@@ -14,20 +14,17 @@ from triton.runtime.errors import OutOfResources
 from .._core.dropout import keep_scale, largest_dropped
 from .._core.spec import TABLES, AttentionSpec, AttentionTensors
 from .config import selection
-from .config.architectures import architecture_of
-from .config.fitting import DoesNotFit, Selection, current
+from .config.tile_config import MAX_BLOCK
 from .launching import described, launch
 
 Strided = tuple[torch.Tensor, tuple[int, ...]]
 SMALLEST_SCALE = 2.0**-60
+MOST_QUERIES = 8 * MAX_BLOCK  # between the first and the last of a tile, whose queries need not be neighbours; see stored.py
 
 # No field of a group of arguments may have the name of an attribute of Triton's own tuple: above all not values or type. Groups
 # of tensors and numbers are such tuples in kernels. Up to Triton 3.7 a group of constants was the Python tuple itself there.
 # Since 3.8, and in 3.9, it is Triton's, too, and so is a group within a group: a field Tile.values was then not what it held,
 # but the list of all fields. tests/compile/test_groups.py looks at every group.
-
-OPERANDS = ("query", "key", "value", "rel_query", "rel_key", "rel_value", "rel_p2c")
-"""Names of the tensors that enter matrix products."""
 
 
 class Sequences(NamedTuple):
@@ -133,49 +130,6 @@ def contiguous(vector: torch.Tensor | None) -> torch.Tensor | None:
     return None if vector is None else vector.contiguous()
 
 
-@functools.lru_cache(maxsize=1024)
-def has_aligned_rows(strides: tuple[int, ...]) -> bool:
-    """Return whether rows of 16-bit numbers begin at multiples of 16 bytes for all that Triton knows, if the first one does."""
-    *others, step = strides
-    return step == 1 and not any(stride % 16 for stride in others)
-
-
-def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy an operand of matrix products if it cannot be loaded 16 bytes at a time; return other operands as they are.
-
-    Only 16-bit operands on NVIDIA GPUs are copied: those whose numbers do not lie side by side, or whose rows Triton does not
-    know to begin at multiples of 16 bytes. The copy takes less time than loads of 2 bytes. Above all, such loads are not safe on
-    Hopper (sm_90): if one operand in a loop is loaded by cp.async, and another cannot be because it is loaded less than 4 bytes
-    at a time, Triton 3.7.1 leaves out the fence between the cp.async and the wgmma that reads its data. tools/emulator shows
-    that, and tells when it is mended.
-    """
-    if tensor.data_ptr() % 16 == 0 and has_aligned_rows(tensor.stride()):
-        return tensor
-    if tensor.element_size() != 2 or architecture_of(selection.architecture(tensor.device)).unit in ("mfma", "interpreter"):
-        return tensor
-    *sizes, width = tensor.shape
-    return tensor.new_empty(*sizes, cdiv(width, 16) * 16)[..., :width].copy_(tensor)
-
-
-def with_positive_scale(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[AttentionTensors, AttentionSpec]:
-    """Make a negative scale positive by negating the query, which is exact: the kernels take maxima of scores before scaling.
-    rel_key is still multiplied with the query as it was, which becomes rel_query."""
-    if spec.scale >= 0:
-        return tensors, spec
-    rel_query = tensors.query if tensors.rel_query is None and tensors.rel_key is not None else tensors.rel_query
-    return tensors._replace(query=-tensors.query, rel_query=rel_query), spec._replace(scale=-spec.scale)
-
-
-def with_aligned_operands(tensors: AttentionTensors) -> AttentionTensors:
-    """Return the tensors of a call with the operands of its matrix products aligned, and in the dtype of query."""
-    moved = {}
-    for name in OPERANDS:
-        operand = getattr(tensors, name)
-        if operand is not None and (new := aligned(operand.to(tensors.query.dtype))) is not operand:
-            moved[name] = new
-    return tensors._replace(**moved) if moved else tensors
-
-
 def strided(tensor: torch.Tensor | None) -> Strided | None:
     """Return a tensor as the kernels take it, with its strides."""
     return None if tensor is None else (tensor, tensor.stride())
@@ -189,7 +143,7 @@ def per_head(strides: tuple[int, ...] | None, rank: int) -> tuple[int, ...] | No
 Layout = tuple[torch.Size, tuple[int, ...]] | None
 
 
-def layout_of(tensor: torch.Tensor | None) -> Layout:
+def layout(tensor: torch.Tensor | None) -> Layout:
     """Return the shape and the strides of a tensor."""
     return None if tensor is None else (tensor.shape, tensor.stride())
 
@@ -201,8 +155,8 @@ def cdiv(length: int, block: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Fixed:
-    """Arguments that all calls with the same sizes, strides, dtype and scalars share; ``fixed`` computes them. Packs of other
-    numbers of sequences share them, too."""
+    """What all calls with the same sizes, strides, dtype and scalars share, also packs of other numbers of sequences: computed
+    once, by ``fixed``, since it takes longer than the launches."""
 
     kind: selection.Kind
     shape: Shape
@@ -214,7 +168,6 @@ class Fixed:
     precision: str
     strides: tuple[tuple[int, ...] | None, ...]  # of Operands
     compiled: dict[Any, Any] = field(default_factory=dict)  # kernels of earlier launches; see launching.py
-    derived: dict[Any, Any] = field(default_factory=dict)  # what else is computed once for such calls, by all that it depends on
 
 
 @functools.lru_cache(maxsize=1024)
@@ -227,7 +180,7 @@ def fixed(
     operands: tuple[Layout, ...],
     others: tuple[Layout, ...],
 ) -> Fixed:
-    """Compute the arguments of the kernels that do not depend on the values of tensors, once for all calls that are alike.
+    """Compute what does not depend on the values of tensors.
 
     Args:
         operands: in the order of Operands.
@@ -238,7 +191,9 @@ def fixed(
     (_, num_heads, _, head_dim), key_heads, value_dim = query[0], key[0][1], value[0][-1]
     rel_dim = (rel_query or query)[0][-1]
     widths = head_dim, value_dim, rel_dim
-    tables = {name: each for name, each in zip(TABLES, (rel_key, rel_value, rel_bias, rel_p2c), strict=True) if each is not None}
+    tables = {
+        name: table for name, table in zip(TABLES, (rel_key, rel_value, rel_bias, rel_p2c), strict=True) if table is not None
+    }
     coverage = spec.coverage(has_one_offset) if tables else "no table"
     term_set = None
     if rel_value is not None:
@@ -250,25 +205,69 @@ def fixed(
         term_set = "narrow rel_query" if narrow else "rel_query"
     elif rel_bias is not None:
         term_set = "rel_key and rel_bias" if rel_key is not None else "rel_bias"
+    kind = selection.Kind(arch, dtype, max(widths), coverage, spec.window_right >= 0, term_set)
+
+    # How many rows a tile's offsets go through decides whether 32 bits hold them.
+    rows = [(tensor, MOST_QUERIES) for tensor in (query, rel_query, *others)] + [(key, MAX_BLOCK), (value, MAX_BLOCK)]
+    rows += [(table, table[0][-2] + MAX_BLOCK) for name, table in tables.items() if name != "rel_bias"]
+    wide_index = any(tensor is not None and selection.needs_wide_index(*tensor, most) for tensor, most in rows)
+    wide_index |= num_heads * max(widths) * MOST_QUERIES >= 2**31  # of what is allocated for the results
+    shape = Shape(num_heads // max(key_heads, 1), *widths, *map(selection.padded_width, widths), wide_index)
+
     # Scores are logits divided by scale, so 0 is replaced by a number so small that q.k vanishes beside the other terms.
     scale = spec.scale if abs(spec.scale) > SMALLEST_SCALE else SMALLEST_SCALE
     rel_scale = spec.rel_scale / scale
-    kind = selection.Kind(arch, dtype, max(widths), coverage, spec.window_right >= 0, term_set)
-    rows_apart = [(each, selection.MOST_QUERIES) for each in (query, rel_query, *others)]
-    rows_apart += [(key, selection.MAX_BLOCK), (value, selection.MAX_BLOCK)]
-    rows_apart += [(table, table[0][-2] + selection.MAX_BLOCK) for name, table in tables.items() if name != "rel_bias"]
-    wide_index = any(each is not None and selection.needs_wide_index(*each, rows) for each, rows in rows_apart)
-    wide_index |= num_heads * max(widths) * selection.MOST_QUERIES >= 2**31  # of what is allocated for the results
-    shape = Shape(num_heads // max(key_heads, 1), *widths, *map(selection.padded_width, widths), wide_index)
-    window = (None if spec.window_left < 0 else spec.window_left, None if spec.window_right < 0 else spec.window_right)
     is_scaled = (rel_key is not None or rel_p2c is not None) and rel_scale != 1
     scaling = Scaling(scale / math.log(2), rel_scale if is_scaled else None, 1 / scale, spec.softcap)
-    rounds = selection.rounds_terms(arch, dtype) and selection.float16_holds_terms(scale)
-    strides = [None if each is None else each[1] for each in operands]
-    for index, rank in ((4, 2), (5, 2), (6, 1), (8, 2)):
-        strides[index] = per_head(strides[index], rank)
+    round_terms = selection.rounds_terms(arch, dtype) and selection.float16_holds_terms(scale)
+
+    strides = dict(zip(Operands._fields, (None if each is None else each[1] for each in operands), strict=False))
+    for name in TABLES:
+        strides[name] = per_head(strides[name], rank=1 if name == "rel_bias" else 2)
+    window = (None if spec.window_left < 0 else spec.window_left, None if spec.window_right < 0 else spec.window_right)
     dropout = largest_dropped(spec.dropout_p), keep_scale(spec.dropout_p)
-    return Fixed(kind, shape, window, *dropout, scaling, rounds, input_precision, tuple(strides))
+    return Fixed(kind, shape, window, *dropout, scaling, round_terms, input_precision, tuple(strides.values()))
+
+
+@functools.lru_cache(maxsize=4096)
+def kernel_tile(fixed: Fixed, config: selection.TileConfig, kernel: str) -> Tile:
+    """Return the constants that a kernel is compiled with."""
+    shape, has_scale = fixed.shape, fixed.scaling.rel_scale is not None
+    *_, rel_key, _, rel_bias, _, rel_p2c = (strides is not None for strides in fixed.strides)
+    loops_over_keys = kernel == "forward"  # only then can anything of the queries' terms be carried
+    carry = config.carry if loops_over_keys else None
+    # Kernels that read dS by relative position need the rows of a clamped table, and have sums over the keys beyond.
+    coverage = "zero" if fixed.kind.coverage == "clamp" and kernel in ("dq", "dtable") else fixed.kind.coverage
+    tile = Tile(
+        config.block_m,
+        config.block_n,
+        config.rotation,
+        config.num_warps,
+        round_terms=fixed.round_terms and rel_key,  # a bias alone is not
+        carry=carry,
+        coverage=coverage,
+        precision=fixed.precision,
+        width=shape.rel_dim,
+        block_width=shape.block_dr,
+        has_matrix=rel_key,
+        has_bias=rel_bias,
+        has_scale=rel_key and has_scale,
+    )
+    of_matrix = {"has_matrix": True, "has_bias": False, "has_scale": False}
+    value_tile = tile._replace(round_terms=False, width=shape.value_dim, block_width=shape.block_dv, **of_matrix)
+    key_tile = None
+    if rel_p2c:
+        in_registers = config.rotation != "gather" and config.block_n % (16 * config.num_warps) == 0
+        key_tile = value_tile._replace(
+            block_m=config.block_n,
+            rotation="registers" if in_registers else "gather",
+            round_terms=fixed.round_terms,
+            carry=None if loops_over_keys else config.carry,
+            width=shape.head_dim,
+            block_width=shape.block_d,
+            has_scale=has_scale,
+        )
+    return tile._replace(value_tile=value_tile, key_tile=key_tile)
 
 
 class Call:
@@ -291,106 +290,75 @@ class Call:
         self.heads, self.key_heads = query.shape[1], key.shape[1]
         self.num_sequences = tensors.num_sequences
         self.arch = arch or selection.architecture(query.device)
-        self.selected: dict[str, Selection] = {}  # by kernel: configurations that self.tile has selected
+        self.selected: dict[str, selection.TileConfig] = {}  # by kernel: configurations that self.tile has selected
         self.rel_query = query if tensors.rel_query is None else tensors.rel_query
         rel_bias, mask = tensors.rel_bias, tensors.attn_mask
         if rel_bias is not None and rel_bias.shape[-1] * rel_bias.stride(-1) >= 2**31:  # its rows are addressed in 32 bits
             rel_bias = rel_bias.contiguous()
         if mask is not None:
             mask = mask.expand(query.shape[0], self.heads, query.shape[2], key.shape[2])
-        vectors = (tensors.query_offsets, tensors.key_lengths, tensors.cu_seqlens_q, tensors.cu_seqlens_k)
-        of_sequences = [contiguous(vector) for vector in vectors]
-        origins = None if tensors.dropout_origins is None else tensors.dropout_origins[:, :1]
-        of_dropout = contiguous(tensors.dropout_seed), contiguous(origins)
         operands = (*tensors[:6], rel_bias, mask, tensors.rel_p2c)
-        of_call = fixed(
+        self.fixed = fixed(
             spec,
             self.arch,
             selection.input_precision(query.dtype, self.arch),
             query.dtype,
             tensors.query_offsets is None,
-            tuple(map(layout_of, operands)),
-            tuple(map(layout_of, others)),
+            tuple(map(layout, operands)),
+            tuple(map(layout, others)),
         )
-        pairs = zip(operands, of_call.strides, strict=True)
-        self.inputs = Operands(*[None if tensor is None else (tensor, strides) for tensor, strides in pairs])
-        self.fixed, self.kind, self.coverage, self.shape = of_call, of_call.kind, of_call.kind.coverage, of_call.shape
+        self.kind, self.coverage, self.shape = self.fixed.kind, self.fixed.kind.coverage, self.fixed.shape
         self.length = max(spec.max_seqlen_q, spec.max_seqlen_k)
-        sequences = Sequences(spec.max_seqlen_q, spec.max_seqlen_k, spec.query_offset, *of_sequences)
+        pairs = zip(operands, self.fixed.strides, strict=True)
+        self.inputs = Operands(*[None if tensor is None else (tensor, strides) for tensor, strides in pairs])
+        vectors = (tensors.query_offsets, tensors.key_lengths, tensors.cu_seqlens_q, tensors.cu_seqlens_k)
+        sequences = Sequences(spec.max_seqlen_q, spec.max_seqlen_k, spec.query_offset, *map(contiguous, vectors))
         dropout = Dropout()
         if tensors.dropout_seed is not None:
-            dropout = Dropout(of_dropout[0], of_call.largest_dropped, of_call.keep_scale, of_dropout[1])
-        self.common = Common(sequences, of_call.window, dropout, of_call.scaling)
+            origins = None if tensors.dropout_origins is None else tensors.dropout_origins[:, :1].contiguous()
+            seed = tensors.dropout_seed.contiguous()
+            dropout = Dropout(seed, self.fixed.largest_dropped, self.fixed.keep_scale, origins)
+        self.common = Common(sequences, self.fixed.window, dropout, self.fixed.scaling)
         self.limits = {"first": spec.first, "last": spec.last}
-        self.tensors = (*operands, *of_sequences, *of_dropout)
-        self.described: Any = None  # for launches: these tensors, whose sizes and strides are fixed
+        self.described: Any = None  # what Triton compiles for of inputs and common; see launching.py
 
     def add_far_keys(self, far_keys: torch.Tensor) -> None:
         """Give the terms of far keys to all kernels that are launched from now on; see far_keys.py."""
         self.inputs, self.described = self.inputs._replace(far_keys=strided(far_keys)), None
-        self.tensors += (far_keys,)
 
     def launch(self, name: str, kernel: Any, config: selection.TileConfig, programs: tuple[int, ...], **arguments: Any) -> None:
         """Launch one of selection.KERNELS, in so many programs, with the arguments that all kernels share.
 
         Raises:
-            DoesNotFit: a selected configuration does not fit the GPU.
+            DoesNotFit: a selected configuration does not fit the GPU; selection.until_it_fits starts again.
             OutOfResources: a configuration that was asked for does not fit the GPU.
         """
         options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         if config.max_registers is not None:
             options["maxnreg"] = config.max_registers
-        of_call = {
+        shared = {
             "inputs": self.inputs,
             "call": self.common,
             "num_heads": self.heads,
             "SHAPE": self.shape,
-            "TILE": self.compiled_tile(config, name),
+            "TILE": kernel_tile(self.fixed, config, name),
             **self.limits,
         }
         if self.described is None:
-            self.described = described(self.tensors)
+            self.described = described(self._tensors())
         try:
-            launch(kernel, programs, of_call, arguments, options, self.fixed.compiled, (name, config, self.described))
+            launch(kernel, programs, shared, arguments, options, self.fixed.compiled, (name, config, self.described))
         except OutOfResources as error:
             if name not in self.selected:
                 raise
-            raise DoesNotFit(self.selected[name], error) from None
+            selection.take_smaller(name, self.kind, self.selected[name], error)
 
-    def compiled_tile(self, config: selection.TileConfig, kernel: str) -> Tile:
-        """Return the constants that a kernel is compiled with."""
-        derived, key = self.fixed.derived, ("tile", config, kernel)
-        if key not in derived:
-            derived[key] = self._compiled_tile(config, kernel)
-        found: Tile = derived[key]
-        return found
-
-    def _compiled_tile(self, config: selection.TileConfig, kernel: str) -> Tile:
-        loops_over_keys = kernel == "forward"  # only then can anything be carried
-        fixed, shape, carry = self.fixed, self.shape, config.carry if loops_over_keys else None
-        # Kernels that read dS by relative position need the rows of a clamped table, and have sums over the keys beyond.
-        coverage = "zero" if self.coverage == "clamp" and kernel in ("dq", "dtable") else self.coverage
-        of_config = (config.block_m, config.block_n, config.rotation, config.num_warps)
-        of_call = (carry, coverage, fixed.precision)
-        inputs, has_scale = self.inputs, fixed.scaling.rel_scale is not None
-        values = Tile(*of_config, False, *of_call, shape.value_dim, shape.block_dv, has_matrix=True)
-        keys = None
-        if inputs.rel_p2c is not None:
-            in_registers = config.rotation != "gather" and config.block_n % (16 * config.num_warps) == 0
-            square = (config.block_n, config.block_n, "registers" if in_registers else "gather", config.num_warps)
-            of_keys = (
-                None if loops_over_keys else config.carry,
-                *of_call[1:],
-                shape.head_dim,
-                shape.block_d,
-                True,
-                False,
-                has_scale,
-            )
-            keys = Tile(*square, fixed.round_terms, *of_keys)
-        has_terms = (inputs.rel_key is not None, inputs.rel_bias is not None, inputs.rel_key is not None and has_scale)
-        round_terms = fixed.round_terms and inputs.rel_key is not None  # a bias alone is not
-        return Tile(*of_config, round_terms, *of_call, shape.rel_dim, shape.block_dr, *has_terms, values, keys)
+    def _tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """Return the tensors of inputs and common. All else of these is in Fixed, or no kernel is compiled for it."""
+        sequences, dropout = self.common.sequences, self.common.dropout
+        operands = (None if pair is None else pair[0] for pair in self.inputs)
+        vectors = (sequences.query_offsets, sequences.key_lengths, sequences.cu_seqlens_q, sequences.cu_seqlens_k)
+        return (*operands, *vectors, dropout.seed, dropout.origins)
 
     def tile(self, kernel: str, config: selection.TileConfig | None = None) -> selection.TileConfig:
         """Return the configuration for one of selection.KERNELS: the given one, or else the one selected for this call.
@@ -399,9 +367,9 @@ class Call:
             ValueError: the given configuration is not valid.
         """
         if config is None:
-            place = current(Selection(kernel, self.kind, selection.select(kernel, *self.kind, self.length)))
-            self.selected[kernel] = place
-            return place.config
+            selected = selection.select(kernel, *self.kind, self.length)
+            self.selected[kernel] = selection.that_fits(kernel, self.kind, selected)
+            return self.selected[kernel]
         if reason := config.why_invalid(self.arch, self.coverage != "no table", kernel):
             raise ValueError(f"{config} is not valid for {kernel} on {self.arch}: {reason}")
         return config

@@ -12,16 +12,12 @@ up. Two roundings have changed out:
 With a clamped table there are also the terms that keys beyond its ends add to scores and to dP: those of its first and last row.
 """
 
-from __future__ import annotations
-
-import torch
 import triton
 import triton.language as tl
 
-from .call import Call, PerQuery, cdiv, strided
 from .config.selection import TileConfig
 from .logits import score_table, value_table
-from .tile.addressing import head_matrix, load_rows, row_vector, side_vector
+from .tile.addressing import head_matrix, load_rows, row_vector, store_sides
 from .tile.scores import lane_consistent
 from .tile.table import far_terms
 
@@ -50,13 +46,6 @@ def row_products(out, d_out, tile_m, TILE: tl.constexpr):
     return delta
 
 
-@triton.jit
-def store_far_terms(tensor, entry, head, offs_m, valid_m, past, future):
-    """Store the terms [M] with the first and the last row of a table, as sides 0 and 1 of a (B, H, 2, N) tensor."""
-    tl.store(side_vector(tensor, entry, head, 0, 0) + offs_m, past, mask=valid_m)
-    tl.store(side_vector(tensor, entry, head, 1, 0) + offs_m, future, mask=valid_m)
-
-
 @triton.jit(do_not_specialize=["num_queries", "first", "last", "num_heads"])
 def delta_kernel(
     inputs,
@@ -78,6 +67,7 @@ def delta_kernel(
     residuals may be None, and d_lses, zeros. Queries are counted in the tensors: those of a pack follow one another.
     Grid: (query blocks * batch * heads,), query blocks fastest.
     """
+    # Queries [M], and their rows of out and d_out [M, Dv]
     blocks = tl.cdiv(num_queries, TILE.block_m)
     row_start, item = tl.program_id(0) % blocks * TILE.block_m, tl.program_id(0) // blocks
     head, entry = item % num_heads, item // num_heads
@@ -99,6 +89,7 @@ def delta_kernel(
     delta = lane_consistent(delta, SHAPE.block_dv)
     tl.store(row_vector(per_query.deltas, entry, head, 0) + offs_m, delta, mask=valid_m)
 
+    # Terms with the end rows of a clamped table [M]: with rel_key those of scores, with rel_value those of dP
     if per_query.far_scores is not None:
         if inputs.rel_query is not None:
             queries = head_matrix(inputs.rel_query, entry, head, 0, SHAPE.wide_index)
@@ -107,32 +98,8 @@ def delta_kernel(
         query = load_rows(queries, row_start, tile_m, valid_m, SHAPE.rel_dim, SHAPE.block_dr)
         table = score_table(inputs, call, head, first, last, SHAPE, TILE)
         past, future = far_terms(query, table, TILE)
-        store_far_terms(per_query.far_scores, entry, head, offs_m, valid_m, past, future)
+        store_sides(per_query.far_scores, entry, head, 0, offs_m, valid_m, past, future)
     if per_query.far_values is not None:
         VALUE_TILE: tl.constexpr = TILE.value_tile
         past, future = far_terms(d_out, value_table(inputs, head, first, last, SHAPE), VALUE_TILE)
-        store_far_terms(per_query.far_values, entry, head, offs_m, valid_m, past, future)
-
-
-def launch_delta(
-    call: Call,
-    out: torch.Tensor,
-    residual: torch.Tensor | None,
-    d_out: torch.Tensor,
-    d_lse: torch.Tensor | None,
-    per_query: PerQuery,
-) -> None:
-    """Launch delta_kernel; see there."""
-    batch, heads, num_queries, _ = out.shape
-    call.launch(
-        "delta",
-        delta_kernel,
-        CONFIG,
-        (cdiv(num_queries, CONFIG.block_m) * batch * heads,),
-        outs=strided(out),
-        residuals=strided(residual),
-        d_outs=strided(d_out),
-        d_lses=strided(d_lse),
-        per_query=per_query,
-        num_queries=num_queries,
-    )
+        store_sides(per_query.far_values, entry, head, 0, offs_m, valid_m, past, future)

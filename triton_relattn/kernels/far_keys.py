@@ -7,7 +7,7 @@ import triton.language as tl
 from .call import Call, cdiv, strided
 from .config.selection import TileConfig
 from .logits import key_table
-from .tile.addressing import head_matrix, load_rows, side_vector
+from .tile.addressing import head_matrix, load_rows, store_sides
 from .tile.masking import exists, locate
 from .tile.table import far_terms
 
@@ -33,8 +33,7 @@ def far_keys_kernel(inputs, far_keys, call, first, last, num_heads, SHAPE: tl.co
     key = load_rows(keys, key_start, rows, valid_n, SHAPE.head_dim, SHAPE.block_d)
     # As seen from the keys, what comes first is the last row.
     future, past = far_terms(key, key_table(inputs, call, head, first, last, SHAPE, TILE), KEY_TILE)
-    tl.store(side_vector(far_keys, place.entry, head, 0, place.key_start) + offs_n, past, mask=valid_n)
-    tl.store(side_vector(far_keys, place.entry, head, 1, place.key_start) + offs_n, future, mask=valid_n)
+    store_sides(far_keys, place.entry, head, place.key_start, offs_n, valid_n, past, future)
 
 
 def launch_far_keys(call: Call, key: torch.Tensor) -> None:

@@ -6,18 +6,28 @@ import triton.language as tl
 
 from .._core.dtypes import new_like
 from .._core.spec import AttentionSpec, AttentionTensors
-from .call import Call, cdiv, strided, with_aligned_operands, with_positive_scale
-from .config.fitting import until_it_fits
-from .config.selection import TileConfig
+from .call import Call, cdiv, strided
+from .config.selection import TileConfig, until_it_fits
 from .delta import RESIDUAL_SCALE
 from .far_keys import launch_far_keys
 from .logits import Keys, Queries, key_table, relative_terms, score_table, tile_logits, value_table
+from .operands import with_aligned_operands, with_positive_scale
 from .splits import launch_merge, number_of_splits, split_range
 from .tile.addressing import head_matrix, key_order, load_queries, load_rows, row_vector, store_rows, store_sides
 from .tile.band import add_tile, blocks_before
-from .tile.dropout import keep_mask
 from .tile.key_terms import natural_keys
-from .tile.masking import FAR, NEAR, exists, first_part, key_range, locate_queries, loop_position, part_range, stop_part
+from .tile.masking import (
+    FAR,
+    NEAR,
+    exists,
+    first_part,
+    keep_mask,
+    key_range,
+    locate_queries,
+    loop_position,
+    part_range,
+    stop_part,
+)
 from .tile.scores import LN_2, exponent_scale, softmax_update
 from .tile.table import add_end_rows, add_far_tile, far_terms, reached_positions, reached_table
 
@@ -52,6 +62,7 @@ def forward_kernel(
         if row_start >= place.num_queries:
             return
 
+    # The block's queries [M, D], and what rel_key meets [M, Dr]
     tile_m = tl.arange(0, TILE.block_m)
     offs_m = row_start + tile_m
     tile_n = key_order(TILE)
@@ -61,6 +72,7 @@ def forward_kernel(
     query, rel_query = load_queries(inputs, place, head, row_start, tile_m, valid_m, SHAPE)
     mask = None if inputs.attn_mask is None else head_matrix(inputs.attn_mask, place.entry, head, 0, True)
 
+    # The keys that they see, and of these the near ones, between which the table changes
     last_query = tl.minimum(row_start + TILE.block_m, place.num_queries) - 1
     key_first, key_stop, near_start, near_stop = key_range(row_start, last_query, first, last, place, call.window, TILE)
     out_head = head
@@ -68,6 +80,7 @@ def forward_kernel(
         out_head = head + tl.program_id(1) * num_heads
         key_first, key_stop, near_start, near_stop = split_range(key_first, key_stop, near_start, near_stop, TILE)
 
+    # The head's tables. Beyond a clamped one the term is one number for each query: its product with an end row.
     HAS_TERM: tl.constexpr = TILE.has_matrix or TILE.has_bias
     table = score_table(inputs, call, head, first, last, SHAPE, TILE)
     keys_table = key_table(inputs, call, head, first, last, SHAPE, TILE)
@@ -78,6 +91,7 @@ def forward_kernel(
         lowest, highest = reached_positions(row_start, last_query, place, call.window)
         reached = reached_table(values_table, lowest, highest, TILE)
 
+    # State of the online softmax: maximum and sum [M], out [M, Dv], not yet divided by the sum
     row_max = tl.full([TILE.block_m], -float("inf"), tl.float32)
     row_sum = tl.full([TILE.block_m], 0.0, tl.float32)
     if residuals is not None:
@@ -90,6 +104,7 @@ def forward_kernel(
 
     for PART in tl.static_range(first_part(TILE), stop_part(TILE)):
         start, stop = part_range(PART, key_first, key_stop, near_start, near_stop)
+        # From tile to tile goes what the next one needs of the table blocks so far (band.py).
         carried, keys_carried = 0, 0
         if PART == NEAR and TILE.has_matrix and TILE.carry is not None:
             carried = blocks_before(rel_query, table, start - row_start - place.query_offset, TILE)
@@ -98,30 +113,30 @@ def forward_kernel(
             key_start = loop_position(PART, position, near_start, near_stop, TILE)
             offs_n = key_start + tile_n
             valid_n = exists(offs_n, place, call.window)
-            relative = key_start - row_start - place.query_offset
+            relative = key_start - row_start - place.query_offset  # of the tile's first key to its first query
             is_past = key_start < near_start
             natural, far_term = query, 0
             if PART == NEAR and inputs.rel_p2c is not None:
                 natural = natural_keys(keys, key_start, place, call.window, TILE, SHAPE)
             if PART == FAR and HAS_TERM and TILE.coverage == "clamp":
                 far_term = tl.where(is_past, far_past, far_future)
-            # The relative terms, and Q K^T added to them
-            queries, of_keys = Queries(rel_query, far_term, offs_m, valid_m), Keys(natural, offs_n, valid_n)
+            # S: the relative terms [M, N], and Q K^T added to them
+            tile_queries, tile_keys = Queries(rel_query, far_term, offs_m, valid_m), Keys(natural, offs_n, valid_n)
             terms, carried, keys_carried = relative_terms(
-                queries, of_keys, table, keys_table, inputs.far_keys, carried, keys_carried,
+                tile_queries, tile_keys, table, keys_table, inputs.far_keys, carried, keys_carried,
                 relative, is_past, place, head, PART, TILE,
             )  # fmt: skip
             key = load_rows(keys, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
-            scores, seen, _ = tile_logits(query, key, terms, queries, of_keys, mask, place, call, False, TILE)
-            # Online softmax: sums so far are rescaled if the maximum moves.
-            scores = tl.where(seen, scores, -float("inf"))
+            scores, is_visible, _ = tile_logits(query, key, terms, tile_queries, tile_keys, mask, place, call, False, TILE)
+            # P = exp(S - maximum) [M, N]; sums so far are rescaled if the maximum moves.
+            scores = tl.where(is_visible, scores, -float("inf"))
             probs, row_max, row_sum, rescale = softmax_update(scores, row_max, row_sum, scale)
             if residuals is not None:
                 # [M, N] @ [N, 16] -> [M, 16]
                 rounded_sum = tl.dot(probs.to(ones.dtype), ones, rounded_sum * rescale[:, None], input_precision=TILE.precision)
             if call.dropout.seed is not None:
                 probs = tl.where(keep_mask(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :]), probs, 0.0)
-            # P V, and P times the rows of rel_value
+            # out += P V, and along the diagonals P times the rows of rel_value
             value = load_rows(values, key_start, tile_n, valid_n, SHAPE.value_dim, SHAPE.block_dv)
             # [M, N] @ [N, Dv] -> [M, Dv]
             acc = tl.dot(probs.to(value.dtype), value, acc * rescale[:, None], input_precision=TILE.precision)
@@ -133,7 +148,7 @@ def forward_kernel(
                 elif TILE.coverage == "clamp":
                     past, future = add_far_tile(past, future, probs, is_past)
 
-    # Divide by the sum, and store.
+    # Far keys have an end row of rel_value. Divide by the sum, and store.
     if inputs.rel_value is not None and TILE.coverage == "clamp":
         acc = add_end_rows(acc, past, future, values_table, lowest, highest, VALUE_TILE)
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # a query that sees nothing: out = 0, and lse = -inf by row_max
@@ -145,24 +160,23 @@ def forward_kernel(
         acc *= tl.cast(call.dropout.keep_scale, tl.float32)
     outs = head_matrix(outs, place.entry, out_head, place.query_start, SHAPE.wide_index)
     store_rows(outs, row_start, tile_m, valid_m, acc, SHAPE.value_dim, SHAPE.block_dv)
+    # What rounding takes from out, for an exact delta in the backward
     if residuals is not None:
         residuals = head_matrix(residuals, place.entry, out_head, place.query_start, SHAPE.wide_index)
         residual = acc * exact_by_out[:, None] - acc.to(outs[0].dtype.element_ty).to(tl.float32)
         store_rows(residuals, row_start, tile_m, valid_m, residual * RESIDUAL_SCALE, SHAPE.value_dim, SHAPE.block_dv)
+    # lse = ln(sum of exp(logits)), and for the backward the maximum and the sum apart
     log_sum = tl.log2(row_sum)
     if not SPLITS_KEYS:
         lse = row_vector(lses, place.entry, head, place.query_start)
         tl.store(lse + offs_m, row_max * (scale * LN_2) + log_sum * LN_2, mask=valid_m)
         row_max = tl.where(row_max == -float("inf"), 0.0, row_max)
-    store_sides(softmax_stats, place, out_head, offs_m, valid_m, row_max, log_sum)
+    store_sides(softmax_stats, place.entry, out_head, place.query_start, offs_m, valid_m, row_max, log_sum)
 
 
 @until_it_fits
 def forward(
-    tensors: AttentionTensors,
-    spec: AttentionSpec,
-    config: TileConfig | None = None,
-    keeps_residual: bool = False,
+    tensors: AttentionTensors, spec: AttentionSpec, config: TileConfig | None = None, keeps_residual: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return out (B, H, Nq, Dv) in query's memory order and dtype, lse (B, H, Nq) float32, and for the backward statistics
     and the residual of out.

@@ -17,7 +17,7 @@ from .grid.backward import backward as grid_backward
 from .grid.call import GridCall
 from .grid.forward import forward as grid_forward
 from .workspace import planning
-from .workspace.stored import queries_apart, rows_of_program
+from .workspace.stored import program_rows, query_step
 
 __all__ = [
     "ARCHITECTURES",
@@ -34,8 +34,8 @@ __all__ = [
     "launching",
     "planning",
     "profiles",
-    "queries_apart",
-    "rows_of_program",
+    "program_rows",
+    "query_step",
     "selection",
     "tuning",
 ]

@@ -35,18 +35,18 @@ def described(argument: Any) -> Any:
 def launch(
     kernel: Any,
     programs: tuple[int, ...],
-    of_call: dict[str, Any],
+    shared: dict[str, Any],
     arguments: dict[str, Any],
     options: dict[str, Any],
     compiled: dict[Any, Any],
     key: tuple[Any, ...],
 ) -> None:
-    """Launch a kernel as ``kernel[programs](**of_call, **arguments, **options)`` does.
+    """Launch a kernel as ``kernel[programs](**shared, **arguments, **options)`` does.
 
     Args:
-        of_call: arguments that all launches with the same key have in common.
+        shared: arguments that all launches with the same key have in common.
         compiled: kernels of earlier launches, by all that Triton compiled them for.
-        key: stands for of_call, options and what else Triton may compile for, but the device and the arguments.
+        key: stands for shared, options and what else Triton may compile for, but the device and the arguments.
     """
     # Triton does no more than launch: it is neither interpreted nor replaced, nor asked to compile in another way.
     is_usual = (
@@ -66,10 +66,10 @@ def launch(
         key = kernel.fn, device, *key, *values
         found = compiled.get(key)
         if found is not None:
-            every = of_call | arguments
-            found[(*programs, 1, 1)](*[every[name] for name in kernel.arg_names], stream=driver.active.get_current_stream(device))
+            named = shared | arguments
+            found[(*programs, 1, 1)](*[named[name] for name in kernel.arg_names], stream=driver.active.get_current_stream(device))
             return
-    found = kernel[programs](**of_call, **arguments, **options, **compile_options(kernel), **LAUNCH_OPTIONS)
+    found = kernel[programs](**shared, **arguments, **options, **compile_options(kernel), **LAUNCH_OPTIONS)
     if is_usual and found is not None and found.metadata.target.backend == "cuda":  # AMD's are compiled for sizes of tensors, too
         compiled[key] = found
 

@@ -20,7 +20,7 @@ from .tile.table import Table, bias_terms
 class Queries(NamedTuple):
     """A tile's queries."""
 
-    of_term: Any  # [M, Dr], what rel_key meets
+    rel_query: Any  # [M, Dr], what rel_key meets
     far_term: Any  # [M], their term with keys beyond a clamped table, on the side where the tile's keys are
     indices: Any  # [M], in their sequence
     valid: Any  # [M], those that exist
@@ -29,7 +29,7 @@ class Queries(NamedTuple):
 class Keys(NamedTuple):
     """A tile's keys, in addressing.key_order."""
 
-    of_term: Any  # [N, D], what rel_p2c meets: the keys in their natural order
+    natural: Any  # [N, D], what rel_p2c meets: the keys in their natural order
     indices: Any
     valid: Any
 
@@ -88,18 +88,18 @@ def relative_terms(
     the keys has blocks_before of its queries, one along the queries blocks_before of its keys.
     relative: the relative position of the first key to the first query. is_past: in the far part, on which side of the table.
     """
-    # Of the queries, [M, N]
+    # Terms of the queries: q . E of each pair [M, N], from the band; beyond a clamped table one number for each query
     if PART == NEAR and TILE.has_matrix:
-        terms, carried = next_terms(queries.of_term, table, carried, relative, TILE)
+        terms, carried = next_terms(queries.rel_query, table, carried, relative, TILE)
     elif PART == NEAR and TILE.has_bias:
         terms = bias_terms(table, relative, TILE)
     elif PART == FAR and (TILE.has_matrix or TILE.has_bias) and TILE.coverage == "clamp":
         terms = tl.broadcast_to(queries.far_term[:, None], (TILE.block_m, TILE.block_n))
     else:
         terms = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
-    # and of the keys
+    # Terms of the keys: k . F, the same with queries and keys exchanged
     if PART == NEAR and TILE.key_tile is not None:
-        key_terms, keys_carried = next_key_terms(keys.of_term, keys_table, keys_carried, relative, TILE)
+        key_terms, keys_carried = next_key_terms(keys.natural, keys_table, keys_carried, relative, TILE)
         terms += key_terms
     elif far_keys is not None:
         terms += far_key_terms(far_keys, place, head, is_past, keys.indices, keys.valid)[None, :]
@@ -116,7 +116,7 @@ def tile_logits(query, key, terms, queries, keys, mask, place, call, CHECKS_QUER
     """
     scores = tile_scores(query, key, terms, TILE)
     offs_m, offs_n = queries.indices[:, None], keys.indices[None, :]
-    seen = visible(offs_m, offs_n, place, call.window)
+    is_visible = visible(offs_m, offs_n, place, call.window)
     if CHECKS_QUERIES or mask is not None:
-        seen = seen & queries.valid[:, None]
-    return apply_softcap_and_mask(scores, seen, offs_m, offs_n, mask, call.scaling)
+        is_visible = is_visible & queries.valid[:, None]
+    return apply_softcap_and_mask(scores, is_visible, offs_m, offs_n, mask, call.scaling)

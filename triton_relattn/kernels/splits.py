@@ -14,7 +14,7 @@ from .config import selection
 from .config.tile_config import TileConfig
 from .fences import compile_options
 from .launching import LAUNCH_OPTIONS
-from .tile.addressing import head_matrix, load_rows, row_vector, side_vector, store_rows
+from .tile.addressing import head_matrix, load_rows, row_vector, side_vector, store_rows, store_sides
 from .tile.scores import LN_2, exponent_scale
 
 LEAST_KEYS = 1024
@@ -82,8 +82,7 @@ def merge_kernel(
     log_sum = tl.log2(total)
     lse = row_max * (scale * LN_2) + log_sum * LN_2
     tl.store(row_vector(lses, entry, head, 0) + offs_m, lse, mask=valid_m)
-    tl.store(side_vector(softmax_stats, entry, head, 0, 0) + offs_m, shift, mask=valid_m)
-    tl.store(side_vector(softmax_stats, entry, head, 1, 0) + offs_m, log_sum, mask=valid_m)
+    store_sides(softmax_stats, entry, head, 0, offs_m, valid_m, shift, log_sum)
 
 
 def number_of_splits(spec: AttentionSpec, tile: TileConfig, programs: int, device: torch.device) -> int:

@@ -153,14 +153,14 @@ def steps_apart(one: TileConfig, other: TileConfig) -> int:
 
 def nearest(kernel: str, arch: str, has_table: bool, default: TileConfig) -> list[TileConfig]:
     """Return every valid configuration but the default one, the nearest to it first."""
-    every = selection.candidates(kernel, arch, has_table)
-    return sorted((config for config in every if config != default), key=partial(steps_apart, default))
+    configs = selection.candidates(kernel, arch, has_table)
+    return sorted((config for config in configs if config != default), key=partial(steps_apart, default))
 
 
 def run_forward(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return out, softmax_stats and the residual of out."""
-    out, _, softmax_stats, kept = forward(tensors, spec, keeps_residual=residual.keeps_residual(tensors))
-    return out, softmax_stats, kept
+    out, _, softmax_stats, rounding = forward(tensors, spec, keeps_residual=residual.keeps_residual(tensors))
+    return out, softmax_stats, rounding
 
 
 def run_kernel(
@@ -175,8 +175,8 @@ def run_kernel(
     if kernel == "forward":
         return list(forward(tensors, spec, config)[:2])
     wanted = [name in GRADIENTS[kernel] for name in DIFFERENTIABLE]
-    *of_forward, kept = saved
-    gradients = backward(d_out, None, *of_forward, tensors, spec, wanted, {kernel: config}, residual=kept)
+    out, softmax_stats, rounding = saved
+    gradients = backward(d_out, None, out, softmax_stats, tensors, spec, wanted, {kernel: config}, residual=rounding)
     return [gradient for gradient in gradients if gradient is not None]
 
 
@@ -195,9 +195,9 @@ def _is_right(run: Callable[[TileConfig], list[torch.Tensor]], config: TileConfi
     return True
 
 
-def timed_in_turn(every: Sequence[Callable[[], object]]) -> list[float]:
+def timed_in_turn(works: Sequence[Callable[[], object]]) -> list[float]:
     """Return the median milliseconds of each: all are timed, and then all again, so that a change of clock meets all."""
-    rounds = [[_milliseconds(work) for work in every] for _ in range(ROUNDS)]
+    rounds = [[_milliseconds(work) for work in works] for _ in range(ROUNDS)]
     return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
 

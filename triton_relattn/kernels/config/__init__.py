@@ -1,1 +1,1 @@
-"""The choice of a launch configuration: GPUs, tile sizes, defaults, profiles, and what to do if one does not fit."""
+"""The choice of a launch configuration (selection.py): GPUs, tiles, tables of defaults and of what was timed."""

@@ -63,9 +63,8 @@ ARCHITECTURES = {
 @functools.cache
 def architecture_of(name: str) -> Architecture:
     """Return the entry of "sm_90", "gfx942", ...; for an unknown one an entry that is safe for all, with a line in the log."""
-    known = ARCHITECTURES.get(name)
-    if known is not None:
-        return known
+    if name in ARCHITECTURES:
+        return ARCHITECTURES[name]
     if name == "interpreter":
         return Architecture("interpreter", 65_536)
     logger.warning("the kernels have no configurations for %s; small tiles are used, which are slow", name)

@@ -1,7 +1,7 @@
 """Tables of launch configurations: defaults.csv, and profiles, whose configurations were timed on a GPU of one architecture.
 
 A row has what a call must be (Conditions), the configuration that such a call gets, and in a profile the times. The first row
-that fits a call is used; a blank stands for anything. Profiles may say where their rows come from, in lines that begin with #.
+that fits a call is used; a blank stands for anything. Lines that begin with # are comments: where a profile's rows come from.
 A file is used whole or not at all.
 """
 
@@ -22,11 +22,6 @@ import triton
 from ..._core.cache import cache_folder
 from .architectures import architecture_of
 from .tile_config import COVERAGES, KERNELS, TileConfig
-
-try:
-    import fcntl
-except ImportError:  # not a POSIX system
-    fcntl = None
 
 LENGTH_BUCKETS = (512, 2048, 8192, 32768)
 
@@ -69,15 +64,15 @@ class Row(NamedTuple):
 
 CONDITIONS, TIMES = Conditions._fields, Row._fields[2:]
 COLUMNS = (*CONDITIONS, *(field.name for field in fields(TileConfig)), *TIMES)
-OF_DEFAULTS = set(COLUMNS) - {"dtype", "is_causal", "length", *TIMES}
-KNOWN = {
+REQUIRED = set(COLUMNS) - {"dtype", "is_causal", "length", *TIMES}
+VALUES = {
     "kernel": KERNELS,
     "coverage": COVERAGES,
     "dtype": ("bfloat16", "float16", "float32"),
     "is_causal": ("True", "False"),
     "length": tuple(map(str, LENGTH_BUCKETS)),
 }
-"""What a column may have besides a blank. A row with anything else would never be used, and nobody would know."""
+"""What a column may have besides a blank. A row with anything else would be ignored without a word."""
 
 
 def length_bucket(length: int) -> int:
@@ -97,9 +92,9 @@ def user_profile_path(arch: str) -> Path | None:
 def _row(cells: dict[str, str], arch: str | None) -> Row:
     """Return a row; ValueError if no call has its conditions, or if the configuration is not valid for all that have them."""
     conditions = Conditions(*(cells.get(name, "") for name in CONDITIONS))
-    for name, known in (KNOWN if arch is None else KNOWN | {"unit": (architecture_of(arch).unit,)}).items():
-        if cells.get(name) and cells[name] not in known:
-            raise ValueError(f"{name} must be one of {', '.join(known)}, got {cells[name]!r}")
+    for name, values in (VALUES if arch is None else VALUES | {"unit": (architecture_of(arch).unit,)}).items():
+        if cells.get(name) and cells[name] not in values:
+            raise ValueError(f"{name} must be one of {', '.join(values)}, got {cells[name]!r}")
     sizes = (int(cells[name]) for name in ("block_m", "block_n", "num_warps", "num_stages"))
     limit = int(cells["max_registers"]) if cells["max_registers"] else None
     config = TileConfig(*sizes, None if cells["carry"] == "none" else cells["carry"], cells["rotation"], limit)
@@ -119,7 +114,7 @@ def parse(content: bytes, arch: str | None = None) -> list[Row]:
     try:
         table = filter(None, reader)
         header = next(table, [])
-        if not OF_DEFAULTS <= set(header) <= set(COLUMNS):
+        if not REQUIRED <= set(header) <= set(COLUMNS):
             raise ValueError(f"the columns must be {','.join(COLUMNS)}")
         rows = []
         for cells in table:
@@ -142,50 +137,34 @@ def load(path: Path, arch: str) -> list[Row]:
     return []
 
 
-def _not_through_a_link(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file in one step: a process that reads it meanwhile gets the old content or the new."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.unlink(missing_ok=True)  # never follow a symbolic link
-    try:
-        with open(temporary, "xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def save(path: Path, arch: str, rows: Iterable[Row], **provenance: str | None) -> None:
     """Add rows to a profile, above those that it has, in place of those with the same conditions.
 
-    configs.select knows them after configs.forget. If the system has file locks, processes that save at the same time do not
-    lose each other's rows.
+    The file is replaced in one step: a process that reads it meanwhile gets the old content or the new. selection.select has
+    the rows after selection.forget.
 
     Args:
         provenance: where these rows come from: device, torch, triton, package, commit, date. It takes the place of all comments.
 
     Raises:
-        OSError: the folder cannot be made or written, or the lock file is a link.
+        OSError: the folder cannot be made or written.
         ValueError: a row is one that load would not take; nothing is written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_name(f"{path.name}.lock"), "ab", opener=_not_through_a_link) as lock:
-        if fcntl is not None:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        merged: dict[Conditions, Row] = {}
-        for row in (*rows, *load(path, arch)):
-            merged.setdefault(row.conditions, row)
-        text = io.StringIO()
-        if provenance:
-            text.write(f"# {', '.join(f'{name}: {value}' for name, value in provenance.items())}\n")
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        writer.writerows(row.cells() for row in merged.values())
-        content = text.getvalue().encode()
-        parse(content, arch)
-        _replace(path, content)
+    merged: dict[Conditions, Row] = {}
+    for row in (*rows, *load(path, arch)):
+        merged.setdefault(row.conditions, row)
+    text = io.StringIO()
+    if provenance:
+        text.write(f"# {', '.join(f'{name}: {value}' for name, value in provenance.items())}\n")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    writer.writerows(row.cells() for row in merged.values())
+    content = text.getvalue().encode()
+    parse(content, arch)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,17 +1,26 @@
-"""The choice of a launch configuration for a call: the first row that fits it, of the profiles and then of defaults.csv.
+"""Which configuration a kernel has: the tile of a program, its warps and pipeline stages.
 
-profiles.py reads these tables. The defaults were chosen by what the compiler reports: spilled registers, shared memory,
-instructions for a score. None was timed.
+What counts of a call is its Kind: GPU, dtype, width, what its tables cover, and which terms it has. For each kernel of a call,
+the first row of these tables that fits its kind and length is taken:
+
+1. the user's profile of this GPU (``python -m triton_relattn tune``), and then the package's, in the folder tuned;
+2. defaults.csv, chosen by what the compiler reports: spilled registers, shared memory, instructions for a score. None was timed.
+
+The choice is made before anything is compiled. If the driver then refuses a launch for lack of shared memory or registers, the
+next smaller configuration takes the place of that one, with a warning, in this call and in all later ones (until_it_fits).
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from triton.runtime.errors import OutOfResources
 
 from . import profiles
 from .architectures import architecture_of
@@ -21,9 +30,21 @@ from .tile_config import KERNELS as KERNELS
 
 DEFAULTS, PACKAGE_FOLDER = Path(__file__).parent / "defaults.csv", Path(__file__).parent / "tuned"
 LARGEST_TERM = 2000.0  # of a logit, that float16 must hold if terms are rounded; with the usual scale widths up to 1,024 do
-MOST_QUERIES = 8 * MAX_BLOCK  # between the first and the last of a tile, where they lie apart; see stored.py
 LEAST_WIDTH = 64  # narrower heads have the configurations of this width
-PROGRAMS_PER_MULTIPROCESSOR = 4  # of the dtable kernel, whose loops differ in length: several balance each other
+
+
+class Kind(NamedTuple):
+    """Properties of a call that ``select`` depends on besides kernel and length; ``select`` explains them."""
+
+    arch: str
+    dtype: torch.dtype
+    width: int
+    coverage: str
+    is_causal: bool
+    term_set: str | None
+
+
+# What the choice depends on.
 
 
 @functools.cache
@@ -35,6 +56,12 @@ def architecture(device: torch.device) -> str:
         return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Return how many multiprocessors (compute units) the device has; 1 in the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def padded_width(width: int, least: int = 16) -> int:
@@ -59,33 +86,6 @@ def needs_wide_index(shape: tuple[int, ...], strides: tuple[int, ...], rows: int
     return rows * row_stride + (shape[-1] + MAX_BLOCK) * column_stride >= 2**31
 
 
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Return how many multiprocessors (compute units) the device has; 1 in the interpreter."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def table_splits(device: torch.device, programs: int, units: int) -> int:
-    """Return how many programs share each block of a table's rows: as few as keep the device busy, since each has its own sum.
-
-    Args:
-        programs: the number of blocks of rows, of all tables.
-        units: the number of things that the programs of a block share out: batch entries, times heads if those share the table.
-    """
-    return max(1, min(units, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device) // programs))
-
-
-class Kind(NamedTuple):
-    """Properties of a call that ``select`` depends on besides kernel and length; ``select`` explains them."""
-
-    arch: str
-    dtype: torch.dtype
-    width: int
-    coverage: str
-    is_causal: bool
-    term_set: str | None
-
-
 def rounds_terms(arch: str, dtype: torch.dtype) -> bool:
     """Return whether terms, q.E with a bias, are rounded to float16 before they are added to the scores, if float16 holds them.
 
@@ -107,15 +107,7 @@ def float16_holds_terms(scale: float) -> bool:
     return LARGEST_TERM <= info.max * scale and info.smallest_normal * scale <= 1
 
 
-def candidates(kernel: str, arch: str, has_table: bool) -> list[TileConfig]:
-    """Return every configuration that a search for the best one looks at. All are valid; only compiling tells which fit."""
-    carries = {"forward": ("scores", None)} if has_table else {}
-    rotations = ("gather", "registers") if has_table and architecture_of(arch).rotates_in_registers else ("gather",)
-    # 128 registers: two programs of eight warps, or four of four, share a multiprocessor. 168: three of four warps.
-    limits = (None, 128, 168) if architecture_of(arch).is_nvidia else (None,)
-    blocks, warps, stages = (16, 32, 64, 128), (2, 4, 8), (1, 2, 3)
-    every = itertools.product(blocks, blocks, warps, stages, carries.get(kernel, ("scores",)), rotations, limits)
-    return [config for config in itertools.starmap(TileConfig, every) if config.why_invalid(arch, has_table, kernel) is None]
+# The choice.
 
 
 def select(
@@ -142,7 +134,7 @@ def select(
 
 
 def conditions(kernel: str, kind: Kind, length: int | None) -> Conditions:
-    """Return what rows know of a call, each column filled in; length stays blank if it is None."""
+    """Return a call's columns of the tables, each filled in; length stays blank if it is None."""
     precision = input_precision(kind.dtype, kind.arch) if kind.dtype == torch.float32 else "16 bits"
     return _conditions(kernel, kind, precision, "" if length is None else str(profiles.length_bucket(length)))
 
@@ -151,9 +143,9 @@ def conditions(kernel: str, kind: Kind, length: int | None) -> Conditions:
 def _conditions(kernel: str, kind: Kind, precision: str, length: str) -> Conditions:
     if kind.coverage not in COVERAGES:
         raise ValueError(f"coverage must be one of {COVERAGES}, got {kind.coverage!r}")
-    width, dtype = str(padded_width(kind.width, LEAST_WIDTH)), str(kind.dtype).removeprefix("torch.")
-    of_defaults = (kernel, precision, architecture_of(kind.arch).unit, width, kind.term_set or "none", kind.coverage)
-    return Conditions(*of_defaults, dtype, str(kind.is_causal), length)
+    unit, width = architecture_of(kind.arch).unit, str(padded_width(kind.width, LEAST_WIDTH))
+    dtype, is_causal = str(kind.dtype).removeprefix("torch."), str(kind.is_causal)
+    return Conditions(kernel, precision, unit, width, kind.term_set or "none", kind.coverage, dtype, is_causal, length)
 
 
 @functools.cache
@@ -179,3 +171,59 @@ def forget() -> None:
     """Forget the profiles that were read: they are read again when they are next needed."""
     _tuned.cache_clear()
     _first.cache_clear()
+
+
+def candidates(kernel: str, arch: str, has_table: bool) -> list[TileConfig]:
+    """Return every configuration that a search for the best one looks at. All are valid; only compiling tells which fit."""
+    carries = {"forward": ("scores", None)} if has_table else {}
+    rotations = ("gather", "registers") if has_table and architecture_of(arch).rotates_in_registers else ("gather",)
+    # 128 registers: two programs of eight warps, or four of four, share a multiprocessor. 168: three of four warps.
+    limits = (None, 128, 168) if architecture_of(arch).is_nvidia else (None,)
+    blocks, warps, stages = (16, 32, 64, 128), (2, 4, 8), (1, 2, 3)
+    combinations = itertools.product(blocks, blocks, warps, stages, carries.get(kernel, ("scores",)), rotations, limits)
+    configs = itertools.starmap(TileConfig, combinations)
+    return [config for config in configs if config.why_invalid(arch, has_table, kernel) is None]
+
+
+# What to do if a choice does not fit the GPU.
+
+Launcher = TypeVar("Launcher", bound=Callable[..., Any])
+Choice = tuple[str, Kind, TileConfig]  # kernel, kind of call, what was selected for it
+_smaller: dict[Choice, TileConfig] = {}
+
+
+class DoesNotFit(Exception):
+    """A launch failed, and later calls of its kind have a smaller configuration: to be launched again, from the beginning."""
+
+
+def that_fits(kernel: str, kind: Kind, config: TileConfig) -> TileConfig:
+    """Return the selected configuration, or the smaller one that has taken its place."""
+    while _smaller and (kernel, kind, config) in _smaller:  # hashing takes longer than asking whether there are any
+        config = _smaller[kernel, kind, config]
+    return config
+
+
+def take_smaller(kernel: str, kind: Kind, config: TileConfig, error: OutOfResources) -> None:
+    """Let a smaller configuration take the place of one that does not fit, with a warning, and raise DoesNotFit; raise the error
+    itself if not even the smallest one fits."""
+    smaller = config.smaller()
+    if smaller is None:
+        raise error
+    text = f"{kernel}: {config} does not fit this GPU ({error}); {smaller} is used instead"
+    warnings.warn(text, RuntimeWarning, stacklevel=5)
+    _smaller[kernel, kind, config] = smaller
+    raise DoesNotFit from None
+
+
+def until_it_fits(launcher: Launcher) -> Launcher:
+    """Wrap a launcher, which starts again whenever a configuration did not fit: sizes of results may depend on it."""
+
+    @functools.wraps(launcher)
+    def run(*arguments: Any, **options: Any) -> Any:
+        while True:
+            try:
+                return launcher(*arguments, **options)
+            except DoesNotFit:
+                continue
+
+    return run  # type: ignore[return-value]

@@ -9,7 +9,7 @@ from .architectures import architecture_of
 KERNELS = ("forward", "dkv", "dq", "dtable", "dp2c")
 WITHOUT_BANDS = ("dq", "dtable")
 """Kernels whose block_m need not be block_n or twice that."""
-OF_STORED = (*WITHOUT_BANDS, "dp2c")
+READERS = (*WITHOUT_BANDS, "dp2c")
 """Kernels that read what the dkv kernel has stored, and so rotate nothing in registers."""
 COVERAGES = ("no table", "full", "clamp", "zero")
 """The pairs that a table has rows for; see AttentionSpec.coverage."""
@@ -23,8 +23,8 @@ REGISTERS = 65536  # of a multiprocessor of any of NVIDIA's GPUs
 class TileConfig:
     """Tile of a kernel, block_m queries by block_n keys (or table rows), and the resources of a program.
 
-    carry: the state that the forward keeps for the next tile. "scores": rotated table
-    blocks; None: nothing, which takes more products and fewer registers (see band.py).
+    carry: what the forward keeps for the next tile. "scores": rotated table blocks; None: nothing, which takes more products and
+    fewer registers (see band.py).
     rotation: the way in which a tile's rows are rotated: "gather", on any GPU, or "registers", within quads of lanes (see
     registers.py).
     max_registers: limit on the registers of a thread, so that more programs share a multiprocessor; the rest is spilled. None:
@@ -64,18 +64,18 @@ class TileConfig:
                 return f"{name} must be a power of two, got {value}"
         if not 16 <= min(self.block_m, self.block_n) <= max(self.block_m, self.block_n) <= MAX_BLOCK:
             return f"block_m and block_n must lie in [16, {MAX_BLOCK}], got {self.block_m} and {self.block_n}"
-        known = architecture_of(arch)
-        if self.num_warps * known.warp > MAX_THREADS:
-            return f"num_warps must be at most {MAX_THREADS // known.warp}, got {self.num_warps}"
+        gpu = architecture_of(arch)
+        if self.num_warps * gpu.warp > MAX_THREADS:
+            return f"num_warps must be at most {MAX_THREADS // gpu.warp}, got {self.num_warps}"
         if not 1 <= self.num_stages <= MAX_STAGES:
             return f"num_stages must lie in [1, {MAX_STAGES}], got {self.num_stages}"
         if self.carry not in (None, "scores"):
             return f'carry must be None or "scores", got {self.carry!r}'
         if self.rotation not in ("gather", "registers"):
             return f'rotation must be "gather" or "registers", got {self.rotation!r}'
-        if self.rotation != "gather" and kernel in OF_STORED:
+        if self.rotation != "gather" and kernel in READERS:
             return f'rotation must be "gather" for {kernel}, got {self.rotation!r}'
-        if self.max_registers is not None and (not known.is_nvidia or not 32 <= self.max_registers <= 255):
+        if self.max_registers is not None and (not gpu.is_nvidia or not 32 <= self.max_registers <= 255):
             return f"max_registers must lie in [32, 255], on NVIDIA GPUs alone, got {self.max_registers}"
         if self.rotation != "gather" and self.block_m % (16 * self.num_warps):
             return f"16 * num_warps must divide block_m for rotations in registers, got {self.block_m} and {self.num_warps} warps"
@@ -83,6 +83,6 @@ class TileConfig:
             return f"block_n must be at most 128 for rotations in registers, got {self.block_n}"
         if has_table and kernel not in WITHOUT_BANDS and self.block_m not in (self.block_n, 2 * self.block_n):
             return f"with a table, block_m must be block_n or twice that (see band.py), got {self.block_m} and {self.block_n}"
-        if known.few_stages and self.num_warps == 4 and self.num_stages > 1:
+        if gpu.few_stages and self.num_warps == 4 and self.num_stages > 1:
             return "Triton 3.6 and 3.7 miscompile some loops for sm_100 with 4 warps and more than one stage"
         return None

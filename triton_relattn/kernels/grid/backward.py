@@ -14,13 +14,12 @@ import triton
 import triton.language as tl
 
 from ..._core.grids import GridTensors
-from ..call import PerQuery, aligned, cdiv, strided
-from ..config.fitting import until_it_fits
-from ..config.selection import TileConfig
+from ..call import PerQuery, cdiv, strided
+from ..config.selection import TileConfig, until_it_fits
 from ..delta import row_products
+from ..operands import aligned
 from ..tile.addressing import head_matrix, load_rows, row_vector, store_rows
-from ..tile.dropout import keep_mask
-from ..tile.masking import locate, locate_queries
+from ..tile.masking import keep_mask, locate, locate_queries
 from ..tile.scores import LN_2, exponent_scale, lane_consistent, load_softmax_stats, probabilities, score_gradients, tile_scores
 from .call import GridCall, Sums
 from .tile import (
@@ -29,12 +28,12 @@ from .tile import (
     column_pointers,
     first_strip,
     key_blocks,
+    lane_consistent_columns,
     load_column_terms,
     load_row_terms,
     on_grid,
     row_mask,
     row_pointers,
-    settled_columns,
     strip_at,
     sums_by_place,
     tile_keys,
@@ -78,6 +77,7 @@ def grid_dq_kernel(
     row_max, log_sum = load_softmax_stats(per_query.softmax_stats, place, head, offs_m, valid_m)
     places, exist = on_grid(offs_m, valid_m, key_grid)
 
+    # Sums of dS [M] and of dS K [M, D]
     total = tl.full([TILE.block_m], 0.0, tl.float32)
     acc = tl.full([TILE.block_m, SHAPE.block_d], 0.0, tl.float32)
     nothing = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
@@ -85,16 +85,17 @@ def grid_dq_kernel(
 
     for number in range(first_strip(key_grid), key_grid.strips):
         strip = strip_at(number, key_grid, place.num_keys, CUT)
-        of_columns = load_column_terms(key_grid, place.entry, head, strip, offs_m, valid_m, CUT)
+        column_terms = load_column_terms(key_grid, place.entry, head, strip, offs_m, valid_m, CUT)
         if sums is not None:
             d_columns = tl.full([TILE.block_m, CUT.columns], 0.0, tl.float32)
             p_columns = tl.full([TILE.block_m, CUT.columns], 0.0, sums.p_columns[0].dtype.element_ty)
         for line in tl.range(0, strip.lines, CUT.lines):
-            of_rows = load_row_terms(key_grid, place.entry, head, strip, line, offs_m, valid_m, CUT)
+            row_terms = load_row_terms(key_grid, place.entry, head, strip, line, offs_m, valid_m, CUT)
             start, rows, valid_n = tile_keys(strip, line, CUT)
             key = load_rows(keys, start, rows, valid_n, SHAPE.head_dim, SHAPE.block_d)
+            # P = exp(S - lse), dP = dO V^T, dS = P (dP - delta): all [M, N]
             scores = tile_scores(query, key, nothing, TILE)
-            scores = with_terms(scores, of_rows, of_columns, CUT)
+            scores = with_terms(scores, row_terms, column_terms, CUT)
             probs = probabilities(scores, valid_n[None, :], scale, row_max, log_sum)
             value = load_rows(values, start, rows, valid_n, SHAPE.value_dim, SHAPE.block_dv)
             d_probs = tile_scores(d_out, value, nothing, TILE)
@@ -103,6 +104,7 @@ def grid_dq_kernel(
                 offs_n = start + rows
                 keep = keep_mask(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
             d_scores = score_gradients(probs, d_probs, delta, None, keep, call, False)
+            # The gradients of the terms: sums of dS over columns [M, lines], to be stored, and over rows [M, columns], so far
             d_rows, d_tile = sums_by_place(d_scores, CUT)
             total += tl.sum(d_rows, axis=1)
             if sums is not None:
@@ -119,7 +121,7 @@ def grid_dq_kernel(
 
         if sums is not None:
             wanted = column_mask(strip, exist, CUT)
-            d_columns = settled_columns(d_columns, CUT)
+            d_columns = lane_consistent_columns(d_columns, CUT)
             tl.store(column_pointers(sums.d_columns, place.entry, head, strip, places, CUT), d_columns, mask=wanted)
             tl.store(column_pointers(sums.p_columns, place.entry, head, strip, places, CUT), p_columns, mask=wanted)
 
@@ -178,11 +180,12 @@ def grid_dkv_kernel(
         offs_m = row_start + tile_m
         valid_m = offs_m < place.num_queries
         query = load_rows(queries, row_start, tile_m, valid_m, SHAPE.head_dim, SHAPE.block_d)
-        of_columns = load_column_terms(key_grid, place.entry, head, strip, offs_m, valid_m, CUT)
-        of_rows = load_row_terms(key_grid, place.entry, head, strip, line, offs_m, valid_m, CUT)
+        column_terms = load_column_terms(key_grid, place.entry, head, strip, offs_m, valid_m, CUT)
+        row_terms = load_row_terms(key_grid, place.entry, head, strip, line, offs_m, valid_m, CUT)
         row_max, log_sum = load_softmax_stats(per_query.softmax_stats, place, head, offs_m, valid_m)
+        # P = exp(S - lse) [M, N], as in the dq kernel
         scores = tile_scores(query, key, nothing, TILE)
-        scores = with_terms(scores, of_rows, of_columns, CUT)
+        scores = with_terms(scores, row_terms, column_terms, CUT)
         probs = probabilities(scores, valid_m[:, None] & valid_n[None, :], scale, row_max, log_sum)
         keep = None
         if call.dropout.seed is not None:
@@ -190,12 +193,13 @@ def grid_dkv_kernel(
         d_out = load_rows(d_outs, row_start, tile_m, valid_m, SHAPE.value_dim, SHAPE.block_dv)
         if d_keys is not None:
             d_probs = tile_scores(d_out, value, nothing, TILE)
-        # This product stands between those of dP and dK, so that the matrix units have work while dS is computed.
+        # dV += P^T dO. This product stands between those of dP and dK: the matrix units have work while dS is computed.
         if d_values is not None:
             kept_probs = probs if call.dropout.seed is None else tl.where(keep, probs, 0.0)
             # [N, M] @ [M, Dv] -> [N, Dv]
             d_value = tl.dot(tl.trans(kept_probs.to(d_out.dtype)), d_out, d_value, input_precision=TILE.precision)
         if d_keys is not None:
+            # dS = P (dP - delta), dK += dS^T Q
             delta = tl.load(deltas + offs_m, mask=valid_m, other=0.0)
             d_scores = score_gradients(probs, d_probs, delta, None, keep, call, False).to(query.dtype)
             # [N, M] @ [M, D] -> [N, D]
@@ -239,16 +243,16 @@ def backward(
     d_value = value.new_empty(value.shape) if wanted[2] else None
     d_out = aligned(d_out)
     call = GridCall(tensors, scale, dropout_p, (out, d_out, d_query))
-    of_dq, of_dkv = (call.tile(kernel, (tiles or {}).get(kernel)) for kernel in ("dq", "dkv"))
+    dq_tile, dkv_tile = (call.tile(kernel, (tiles or {}).get(kernel)) for kernel in ("dq", "dkv"))
     deltas = query.new_empty(query.shape[:3], dtype=torch.float32)
     per_query = PerQuery(*map(strided, (softmax_stats, deltas)))  # type: ignore[arg-type]
-    sums = call.new_sums(of_dq.block_n) if wanted[0] or wanted[3] or wanted[4] else None
+    sums = call.new_sums(dq_tile.block_n) if wanted[0] or wanted[3] or wanted[4] else None
     if sums is not None or d_key is not None:
         call.launch(
             "dq",
             grid_dq_kernel,
-            of_dq,
-            (cdiv(query.shape[2], of_dq.block_m) * call.num_sequences * call.heads,),
+            dq_tile,
+            (cdiv(query.shape[2], dq_tile.block_m) * call.num_sequences * call.heads,),
             outs=strided(out),
             d_outs=strided(d_out),
             d_queries=strided(d_query),
@@ -259,8 +263,8 @@ def backward(
         call.launch(
             "dkv",
             grid_dkv_kernel,
-            of_dkv,
-            (call.key_tiles(of_dkv.block_n) * call.num_sequences * call.heads,),
+            dkv_tile,
+            (call.key_tiles(dkv_tile.block_n) * call.num_sequences * call.heads,),
             d_outs=strided(d_out),
             d_keys=strided(d_key),
             d_values=strided(d_value),
@@ -270,18 +274,18 @@ def backward(
         return None, d_key, d_value, None, None
     if d_query is not None and scale < 0:  # the kernels had the query negated
         d_query.neg_()
-    d_query, d_rel_h, d_rel_w = _of_terms(tensors, sums, d_query, wanted[3:])
+    d_query, d_rel_h, d_rel_w = _term_gradients(tensors, sums, d_query, wanted[3:])
     return d_query, d_key, d_value, d_rel_h, d_rel_w
 
 
-def _of_terms(
+def _term_gradients(
     tensors: GridTensors, sums: Sums, d_query: torch.Tensor | None, wanted: Sequence[bool]
 ) -> tuple[torch.Tensor | None, ...]:
     """Return d_query with the part of the terms, which is added to it, in query's dtype, and the gradients of both tables."""
     by_place = tensors.by_place(tensors.query).float()
     height, corrections = tensors.rel_h.shape[1], sums.corrections[:, :, tensors.prefix :]
-    of_strips = (each.unflatten(2, (-1, height)) for each in (sums.d_rows, sums.p_rows))
-    d_rows, p_rows = (each[:, :, 0] if each.shape[2] == 1 else each.sum(2) for each in of_strips)
+    by_strip = (rows.unflatten(2, (-1, height)) for rows in (sums.d_rows, sums.p_rows))
+    d_rows, p_rows = (rows[:, :, 0] if rows.shape[2] == 1 else rows.sum(2) for rows in by_strip)
     d_rows = d_rows.addcmul_(corrections[:, :, None], p_rows, value=-1).unflatten(3, by_place.shape[2:4])
     d_columns = sums.d_columns.addcmul_(corrections[..., None], sums.p_columns, value=-1).unflatten(2, by_place.shape[2:4])
     if d_query is not None:

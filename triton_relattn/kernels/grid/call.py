@@ -10,8 +10,9 @@ import torch
 
 from ..._core.grids import GridTensors, grid_terms
 from ..._core.spec import AttentionSpec, AttentionTensors
-from ..call import Call, cdiv, strided, with_aligned_operands, with_positive_scale
+from ..call import Call, cdiv, strided
 from ..config.selection import TileConfig
+from ..operands import with_aligned_operands, with_positive_scale
 from .tile import Cut, Grid
 
 FEWEST_COLUMNS = 8
@@ -56,9 +57,9 @@ class GridCall(Call):
         self.kind, self.limits = self.kind._replace(term_set="grid"), {}
         self.prefix, self.height, self.width = tensors.prefix, rel_h.shape[1], rel_w.shape[1]
         unit = -self.common.scaling.bias_scale  # negated: see tile.py
-        of_rows, of_columns = grid_terms(tensors.by_place(query).float(), unit * rel_h, unit * rel_w)
-        self.of_rows = of_rows.permute(0, 1, 4, 2, 3).flatten(3).contiguous()
-        self.of_columns = of_columns.flatten(2, 3).contiguous()
+        row_terms, column_terms = grid_terms(tensors.by_place(query).float(), unit * rel_h, unit * rel_w)
+        self.row_terms = row_terms.permute(0, 1, 4, 2, 3).flatten(3).contiguous()
+        self.column_terms = column_terms.flatten(2, 3).contiguous()
 
     def cut(self, block_n: int) -> Cut:
         """Return how tiles of block_n keys cut the grid."""
@@ -76,17 +77,17 @@ class GridCall(Call):
     def new_sums(self, block_n: int) -> Sums:
         """Allocate the sums of a dq kernel with tiles of block_n keys. 16 bits do for those of P, which correct the others."""
         query, _ = self.inputs.query  # type: ignore[misc]
-        batch, heads, height, on_grid = self.of_rows.shape
-        shapes = (batch, heads, self.strips(block_n) * height, on_grid), self.of_columns.shape
-        of_p = torch.float32 if query.dtype == torch.float32 else torch.float16
-        tensors = (query.new_empty(shape, dtype=dtype) for dtype in (torch.float32, of_p) for shape in shapes)
+        batch, heads, height, on_grid = self.row_terms.shape
+        shapes = (batch, heads, self.strips(block_n) * height, on_grid), self.column_terms.shape
+        probs_dtype = torch.float32 if query.dtype == torch.float32 else torch.float16
+        tensors = (query.new_empty(shape, dtype=dtype) for dtype in (torch.float32, probs_dtype) for shape in shapes)
         return Sums(*tensors, query.new_empty(query.shape[:3], dtype=torch.float32))
 
     def launch(self, name: str, kernel: Any, config: TileConfig, programs: tuple[int, ...], **arguments: Any) -> None:
         """Launch a kernel of attention on a grid; see Call.launch."""
         grid = Grid(
-            strided(self.of_rows),
-            strided(self.of_columns),
+            strided(self.row_terms),
+            strided(self.column_terms),
             self.height,
             self.width,
             self.prefix or None,

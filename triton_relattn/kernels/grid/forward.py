@@ -6,11 +6,9 @@ import triton.language as tl
 
 from ..._core.grids import GridTensors
 from ..call import cdiv, strided
-from ..config.fitting import until_it_fits
-from ..config.selection import TileConfig
+from ..config.selection import TileConfig, until_it_fits
 from ..tile.addressing import head_matrix, load_rows, store_rows, store_sides
-from ..tile.dropout import keep_mask
-from ..tile.masking import locate_queries
+from ..tile.masking import keep_mask, locate_queries
 from ..tile.scores import exponent_scale, softmax_update, tile_scores
 from .call import GridCall
 from .tile import first_strip, load_column_terms, load_row_terms, strip_at, tile_keys, with_terms
@@ -18,15 +16,7 @@ from .tile import first_strip, load_column_terms, load_row_terms, strip_at, tile
 
 @triton.jit(do_not_specialize=["num_heads"])
 def grid_forward_kernel(
-    inputs,
-    outs,
-    softmax_stats,
-    call,
-    key_grid,
-    num_heads,
-    SHAPE: tl.constexpr,
-    TILE: tl.constexpr,
-    CUT: tl.constexpr,
+    inputs, outs, softmax_stats, call, key_grid, num_heads, SHAPE: tl.constexpr, TILE: tl.constexpr, CUT: tl.constexpr
 ):
     """Compute out of BLOCK_M queries of one head, and their statistics, as forward_kernel has them. grid: tile.Grid.
 
@@ -41,23 +31,27 @@ def grid_forward_kernel(
     queries = head_matrix(inputs.query, place.entry, head, 0, SHAPE.wide_index)
     query = load_rows(queries, row_start, tile_m, valid_m, SHAPE.head_dim, SHAPE.block_d)
 
+    # State of the online softmax: maximum and sum [M], out [M, Dv], not yet divided by the sum
     row_max = tl.full([TILE.block_m], -float("inf"), tl.float32)
     row_sum = tl.full([TILE.block_m], 0.0, tl.float32)
     acc = tl.full([TILE.block_m, SHAPE.block_dv], 0.0, tl.float32)
     nothing = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
     scale = exponent_scale(call.scaling, None)
 
+    # Strip by strip, whose tiles share the terms by column [M, columns]; tile by tile, each with terms by row [M, lines]
     for number in range(first_strip(key_grid), key_grid.strips):
         strip = strip_at(number, key_grid, place.num_keys, CUT)
-        of_columns = load_column_terms(key_grid, place.entry, head, strip, offs_m, valid_m, CUT)
+        column_terms = load_column_terms(key_grid, place.entry, head, strip, offs_m, valid_m, CUT)
         for line in tl.range(0, strip.lines, CUT.lines):
-            of_rows = load_row_terms(key_grid, place.entry, head, strip, line, offs_m, valid_m, CUT)
+            row_terms = load_row_terms(key_grid, place.entry, head, strip, line, offs_m, valid_m, CUT)
             start, rows, valid_n = tile_keys(strip, line, CUT)
+            # S = Q K^T [M, N], and the terms
             key = load_rows(keys, start, rows, valid_n, SHAPE.head_dim, SHAPE.block_d)
             scores = tile_scores(query, key, nothing, TILE)
-            scores = with_terms(scores, of_rows, of_columns, CUT)
+            scores = with_terms(scores, row_terms, column_terms, CUT)
             if not CUT.is_even:
                 scores = tl.where(valid_n[None, :], scores, -float("inf"))
+            # P = exp(S - maximum) [M, N]; sums so far are rescaled if the maximum moves.
             probs, row_max, row_sum, rescale = softmax_update(scores, row_max, row_sum, scale)
             if call.dropout.seed is not None:
                 offs_n = start + rows
@@ -71,7 +65,7 @@ def grid_forward_kernel(
         acc *= tl.cast(call.dropout.keep_scale, tl.float32)
     outs = head_matrix(outs, place.entry, head, 0, SHAPE.wide_index)
     store_rows(outs, row_start, tile_m, valid_m, acc, SHAPE.value_dim, SHAPE.block_dv)
-    store_sides(softmax_stats, place, head, offs_m, valid_m, row_max, tl.log2(row_sum))
+    store_sides(softmax_stats, place.entry, head, place.query_start, offs_m, valid_m, row_max, tl.log2(row_sum))
 
 
 @until_it_fits

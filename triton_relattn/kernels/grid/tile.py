@@ -29,8 +29,8 @@ class Cut(NamedTuple):
 class Grid(NamedTuple):
     """The grid of a call's keys, as the kernels get it."""
 
-    of_rows: Any  # (B, H, height, queries on the grid): terms by row, negated, in units of scores, with strides
-    of_columns: Any  # (B, H, queries on the grid, width): terms by column
+    row_terms: Any  # (B, H, height, queries on the grid): terms by row, negated, in units of scores, with strides
+    column_terms: Any  # (B, H, queries on the grid, width): terms by column
     height: Any
     width: Any
     prefix: Any  # positions before the grid; None: there are none
@@ -86,13 +86,13 @@ def key_blocks(grid, CUT: tl.constexpr):
 @triton.jit
 def block_at(block, grid, CUT: tl.constexpr):
     """Return (number of the strip, first line) of a tile, counted through."""
-    of_strip = tl.cdiv(grid.height, CUT.lines)
+    strip_tiles = tl.cdiv(grid.height, CUT.lines)
     if grid.prefix is None:
-        return block // of_strip, block % of_strip * CUT.lines
+        return block // strip_tiles, block % strip_tiles * CUT.lines
     else:
         inside = block - blocks_before(grid, CUT)
-        number = tl.where(inside < 0, -1, inside // of_strip)
-        return number, tl.where(inside < 0, block, inside % of_strip) * CUT.lines
+        number = tl.where(inside < 0, -1, inside // strip_tiles)
+        return number, tl.where(inside < 0, block, inside % strip_tiles) * CUT.lines
 
 
 @triton.jit
@@ -152,7 +152,7 @@ def column_mask(strip, valid_m, CUT: tl.constexpr):
 def load_column_terms(grid, entry, head, strip, offs_m, valid_m, CUT: tl.constexpr):
     """Load the terms of queries by column of a strip, [M, columns]."""
     places, exist = on_grid(offs_m, valid_m, grid)
-    pointers = column_pointers(grid.of_columns, entry, head, strip, places, CUT)
+    pointers = column_pointers(grid.column_terms, entry, head, strip, places, CUT)
     return tl.load(pointers, mask=column_mask(strip, exist, CUT), other=0.0)
 
 
@@ -160,18 +160,18 @@ def load_column_terms(grid, entry, head, strip, offs_m, valid_m, CUT: tl.constex
 def load_row_terms(grid, entry, head, strip, line, offs_m, valid_m, CUT: tl.constexpr):
     """Load the terms of queries by row of a tile's lines, [M, lines]."""
     places, exist = on_grid(offs_m, valid_m, grid)
-    pointers = row_pointers(grid.of_rows, entry, head, line, places, CUT)
+    pointers = row_pointers(grid.row_terms, entry, head, line, places, CUT)
     return tl.load(pointers, mask=row_mask(strip, line, exist, CUT), other=0.0)
 
 
 @triton.jit
-def with_terms(products, of_rows, of_columns, CUT: tl.constexpr):
+def with_terms(products, row_terms, column_terms, CUT: tl.constexpr):
     """Add the terms of a tile, negated ones by row [M, lines] and by column [M, columns], to products [M, N]."""
     if CUT.lines == 1:
-        return products - of_columns - of_rows
+        return products - column_terms - row_terms
     else:
         by_place = tl.reshape(products, [products.shape[0], CUT.lines, CUT.columns])
-        return tl.reshape(by_place - of_columns[:, None, :] - of_rows[:, :, None], products.shape)
+        return tl.reshape(by_place - column_terms[:, None, :] - row_terms[:, :, None], products.shape)
 
 
 @triton.jit
@@ -182,12 +182,12 @@ def sums_by_place(tile, CUT: tl.constexpr):
         return lane_consistent(tl.sum(tile, axis=1), CUT.columns)[:, None], tile
     else:
         by_place = tl.reshape(tile, [tile.shape[0], CUT.lines, CUT.columns])
-        of_lines = tl.sum(by_place, axis=2)
-        return tl.max(tl.broadcast_to(of_lines[:, :, None], by_place.shape), axis=2), tl.sum(by_place, axis=1)
+        line_sums = tl.sum(by_place, axis=2)
+        return tl.max(tl.broadcast_to(line_sums[:, :, None], by_place.shape), axis=2), tl.sum(by_place, axis=1)
 
 
 @triton.jit
-def settled_columns(sums, CUT: tl.constexpr):
+def lane_consistent_columns(sums, CUT: tl.constexpr):
     """Make all lanes that hold a copy of sums by the columns of tiles, [M, columns], agree on its bits."""
     if CUT.lines == 1:
         return sums

@@ -60,10 +60,10 @@ def side_vector(tensor, entry, head, side, first_row):
 
 
 @triton.jit
-def store_sides(tensor, place, head, offs_m, valid_m, past, future):
-    """Store two numbers of each valid query, as side 0 and side 1 of a (B, H, 2, N) tensor."""
-    tl.store(side_vector(tensor, place.entry, head, 0, place.query_start) + offs_m, past, mask=valid_m)
-    tl.store(side_vector(tensor, place.entry, head, 1, place.query_start) + offs_m, future, mask=valid_m)
+def store_sides(tensor, entry, head, first_row, offsets, valid, past, future):
+    """Store two numbers of each valid query or key, as side 0 and side 1 of a (B, H, 2, N) tensor."""
+    tl.store(side_vector(tensor, entry, head, 0, first_row) + offsets, past, mask=valid)
+    tl.store(side_vector(tensor, entry, head, 1, first_row) + offsets, future, mask=valid)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ in their natural order there, whatever their order in the tile is.
 import triton
 import triton.language as tl
 
-from .addressing import key_order, load_rows, side_vector
+from .addressing import key_order, load_rows, side_vector, store_sides
 from .band import add_tile, next_terms
 from .masking import exists, near_keys
 from .table import add_end_rows
@@ -143,9 +143,7 @@ def far_query_sums(sums):
 def store_key_sums(far_key_sums, past, future, place, head, key_start, TILE: tl.constexpr):
     """Store the sums over the far queries of a tile's keys, in their natural order."""
     offs_n = key_start + tl.arange(0, TILE.block_n)
-    valid_n = offs_n < place.key_rows
-    tl.store(side_vector(far_key_sums, place.entry, head, 0, place.key_start) + offs_n, past, mask=valid_n)
-    tl.store(side_vector(far_key_sums, place.entry, head, 1, place.key_start) + offs_n, future, mask=valid_n)
+    store_sides(far_key_sums, place.entry, head, place.key_start, offs_n, offs_n < place.key_rows, past, future)
 
 
 @triton.jit

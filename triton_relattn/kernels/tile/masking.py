@@ -1,4 +1,5 @@
-"""The keys that a query sees, stated once: for each element, and for blocks of queries or keys as the ends of a loop over them.
+"""The keys that a query sees, stated once: for each element, and for blocks of queries or keys as the ends of a loop over them;
+and what dropout keeps of them.
 
 A loop has two parts: near the diagonal, where the table has rows, and far from it.
 """
@@ -8,10 +9,14 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ..._core.dropout import ROUNDS
+
 # The two parts of a loop over keys or queries. Without a table there is only the far part; with a table that covers every pair,
 # only the near part.
 FAR = tl.constexpr(0)
 NEAR = tl.constexpr(1)
+
+DROPOUT_ROUNDS = tl.constexpr(ROUNDS)
 
 
 class Place(NamedTuple):
@@ -85,12 +90,12 @@ def exists(offs_n, place, window):
 @triton.jit
 def visible(offs_m, offs_n, place, window):
     """Return the mask of the keys that each query sees, for query and key indices that broadcast, such as [M, 1] and [1, N]."""
-    seen = offs_n.to(tl.uint32) < place.num_keys.to(tl.uint32)  # negative ones are large
+    is_visible = offs_n.to(tl.uint32) < place.num_keys.to(tl.uint32)  # negative ones are large
     if window[1] is not None:
-        seen = seen & (offs_n <= offs_m + (place.query_offset + window[1]))
+        is_visible = is_visible & (offs_n <= offs_m + (place.query_offset + window[1]))
     if window[0] is not None:
-        seen = seen & (offs_n >= offs_m + (place.query_offset - window[0]))
-    return seen
+        is_visible = is_visible & (offs_n >= offs_m + (place.query_offset - window[0]))
+    return is_visible
 
 
 @triton.jit
@@ -134,6 +139,25 @@ def mask_values(matrix, offs_m, offs_n, exists):
     """Load a mask of bools or numbers, (pointer, row stride, column stride), at the pairs that exist; 0 for the others."""
     pointers = matrix[0] + (offs_m.to(tl.int64) * matrix[1] + offs_n.to(tl.int64) * matrix[2])
     return tl.load(pointers, mask=exists, other=0)
+
+
+@triton.jit
+def keep_mask(dropout, batch, head, offs_m, offs_n):
+    """Return the mask of the pairs that are not dropped, for query and key indices that broadcast. dropout: call.Dropout.
+
+    _core/dropout.py explains the choice, and computes the same in torch.
+    """
+    seed = tl.load(dropout.seed)
+    if dropout.origins is not None:
+        origins = dropout.origins + batch * 4
+        batch = tl.load(origins).to(tl.int32)
+        head += tl.load(origins + 1).to(tl.int32)
+        offs_m += tl.load(origins + 2).to(tl.int32)
+        offs_n += tl.load(origins + 3).to(tl.int32)
+    word_0, word_1, word_2, word_3 = tl.philox(seed, offs_n >> 2, offs_m, head, batch, DROPOUT_ROUNDS)
+    even = tl.where(offs_n & 2 == 0, word_0, word_2)
+    odd = tl.where(offs_n & 2 == 0, word_1, word_3)
+    return tl.where(offs_n & 1 == 0, even, odd) > tl.cast(dropout.largest_dropped, tl.uint32)
 
 
 @triton.constexpr_function

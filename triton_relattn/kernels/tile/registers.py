@@ -80,17 +80,17 @@ def rotate_rows(chunk, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, WARPS: tl.con
 
     rotated = ()
     for i in tl.static_range(2 * REPEATS):
-        of_row = ()
+        row_registers = ()
         for k in tl.static_range(K):
-            of_row = of_row + (registers[i * K + (k + SIGN * (2 * (i % 2) + 4 * WARPS * (i // 2))) % K],)
+            row_registers = row_registers + (registers[i * K + (k + SIGN * (2 * (i % 2) + 4 * WARPS * (i // 2))) % K],)
         for bit in tl.static_range(4):
             if 4 << bit < K:
-                of_row = step(of_row, (warp >> bit) % 2 == 1, SIGN * (4 << bit))
-        of_row = step(of_row, row >= 4, SIGN)
+                row_registers = step(row_registers, (warp >> bit) % 2 == 1, SIGN * (4 << bit))
+        row_registers = step(row_registers, row >= 4, SIGN)
         # Each lane sends the register that its target lane needs: the neighbouring one if the target wraps around the quad.
-        of_row = step(of_row, lane < by if BACK else lane + by >= 4, SIGN)
+        row_registers = step(row_registers, lane < by if BACK else lane + by >= 4, SIGN)
         for k in tl.static_range(K):
-            rotated = rotated + (tl.gather(of_row[k], (lane + (by if BACK else 4 - by)) % 4, axis=2),)
+            rotated = rotated + (tl.gather(row_registers[k], (lane + (by if BACK else 4 - by)) % 4, axis=2),)
 
     return chunk_of_registers(rotated, BLOCK_M, WIDTH, WARPS)
 

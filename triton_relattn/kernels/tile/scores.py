@@ -66,11 +66,11 @@ def is_linear(softcap, mask):
 
 
 @triton.jit
-def apply_softcap_and_mask(scores, seen, offs_m, offs_n, mask, scaling):
-    """Apply softcap and attn_mask to scores; return them, the mask of pairs that are still seen, and the softcap's slope, which
-    is 0 at the other pairs.
+def apply_softcap_and_mask(scores, is_visible, offs_m, offs_n, mask, scaling):
+    """Apply softcap and attn_mask to scores; return them, the mask of pairs that are still visible, and the softcap's slope, 0
+    at the others.
 
-    mask: the matrix of attn_mask, or None. If there is one, ``seen`` must be false for queries that do not exist.
+    mask: the matrix of attn_mask, or None. If there is one, ``is_visible`` must be false for queries that do not exist.
     """
     slope = scores  # not used without a softcap
     if scaling.softcap is not None or is_additive(mask):
@@ -81,18 +81,18 @@ def apply_softcap_and_mask(scores, seen, offs_m, offs_n, mask, scaling):
         scores = softcap * ratio
         slope = 1.0 - ratio * ratio
     if mask is not None:
-        values = mask_values(mask, offs_m, offs_n, seen)
+        values = mask_values(mask, offs_m, offs_n, is_visible)
         if is_additive(mask):
             scores += values.to(tl.float32)
-            seen = seen & (scores != -float("inf"))
+            is_visible = is_visible & (scores != -float("inf"))
         else:
-            seen = seen & values
+            is_visible = is_visible & values
     if scaling.softcap is not None:
-        slope = tl.where(seen, slope, 0.0)
-    return scores, seen, slope
+        slope = tl.where(is_visible, slope, 0.0)
+    return scores, is_visible, slope
 
 
-# The maximum is subtracted before anything is scaled, since the difference of close numbers is exact, and it is kept apart
+# The maximum is subtracted before anything is scaled, since the difference of close numbers is exact, and it is stored apart
 # from the logarithm of the sum. In one number, the log-sum-exp, a large maximum would leave no digits for that logarithm; and
 # scaled scores have no digits left for their differences. exp(logits - lse) of a row could sum to anything.
 
@@ -130,7 +130,7 @@ def load_softmax_stats(softmax_stats, place, head, offs_m, valid_m):
 
 
 @triton.jit
-def probabilities(scores, seen, scale, row_max, log_sum):
+def probabilities(scores, is_visible, scale, row_max, log_sum):
     """Compute the softmax [M, N] of scale * scores from the maximum and the base-2 logarithm of the sum, two [M]; 0 where a query
     does not see a key.
 
@@ -140,11 +140,11 @@ def probabilities(scores, seen, scale, row_max, log_sum):
     """
     row_max = row_max[:, None]
     exceeding = tl.minimum(scores, row_max) - row_max
-    return tl.where(seen, tl.exp2(exceeding * scale - log_sum[:, None]), 0.0)
+    return tl.where(is_visible, tl.exp2(exceeding * scale - log_sum[:, None]), 0.0)
 
 
 @triton.jit
-def score_gradients(probs, d_probs, delta, seen, keep, call, HAS_VALUE_TERM: tl.constexpr):
+def score_gradients(probs, d_probs, delta, is_visible, keep, call, HAS_VALUE_TERM: tl.constexpr):
     """Compute dS = P (dP - delta) [M, N], the gradient of the logits before softcap, delta [M].
 
     keep: the pairs that dropout keeps, or None. HAS_VALUE_TERM: dP has a term of rel_value, whose row for a hidden pair may be
@@ -153,5 +153,5 @@ def score_gradients(probs, d_probs, delta, seen, keep, call, HAS_VALUE_TERM: tl.
     if keep is not None:
         d_probs = tl.where(keep, d_probs * tl.cast(call.dropout.keep_scale, tl.float32), 0.0)
     if HAS_VALUE_TERM:
-        d_probs = tl.where(seen, d_probs, 0.0)
+        d_probs = tl.where(is_visible, d_probs, 0.0)
     return probs * (d_probs - delta[:, None])

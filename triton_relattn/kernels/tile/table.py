@@ -40,11 +40,7 @@ def row_indices(table, relative_position, offsets, TILE: tl.constexpr):
 
 
 @triton.jit
-def table_rows(
-    table,
-    relative_position,
-    TILE: tl.constexpr,
-):
+def table_rows(table, relative_position, TILE: tl.constexpr):
     """Load the table rows [N, D] of N successive relative positions. Beyond first and last: the end row, or zeros."""
     start, rows, exists = row_indices(table, relative_position, key_order(TILE), TILE)
     return load_rows(table.matrix, start, rows, exists, TILE.width, TILE.block_width)
@@ -52,7 +48,7 @@ def table_rows(
 
 @triton.jit
 def rounded(terms):
-    """Round a vector of terms to float16 as quads.pack does: numbers beyond its range become its largest."""
+    """Round a vector of terms to float16 as registers.pack does: numbers beyond its range become its largest."""
     terms = tl.where(terms > 65504.0, 65504.0, tl.where(terms < -65504.0, -65504.0, terms))
     return terms.to(tl.float16).to(tl.float32)
 
@@ -107,12 +103,7 @@ def block_of_rows(query, rows, table, relative_position, TILE: tl.constexpr):
 
 
 @triton.jit
-def table_block(
-    query,
-    table,
-    relative_position,
-    TILE: tl.constexpr,
-):
+def table_block(query, table, relative_position, TILE: tl.constexpr):
     """Compute the terms [M, N] of the queries at N successive relative positions."""
     if TILE.has_matrix:
         rows = table_rows(table, relative_position, TILE)

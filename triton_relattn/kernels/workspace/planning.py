@@ -10,13 +10,13 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 
 from ..._core.spec import AttentionSpec, AttentionTensors
 from ..call import Call, cdiv
+from ..config import selection
 from ..config.tile_config import TileConfig
 from .stored import ALIGNMENT, Layout
 
@@ -25,8 +25,6 @@ VARIABLE = "TRITON_RELATTN_WORKSPACE"
 USUAL_LIMIT = 256 * 2**20
 MOST_PAIRS = 2**30
 """Largest number of pairs of an item, which kernels address in 32 bits."""
-MOST_KEPT = 256
-"""Parts of a plan that is kept for later calls: with very small workspaces there may be many thousands."""
 MOST_BEYOND = 1.25
 """All keys of a head are stored if they take up to so many times as much as a wave of the dkv kernel's programs: the gradient of
 the query need not be added up in float32 then."""
@@ -43,16 +41,20 @@ class Part(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A workspace: its sizes, what it holds, and the parts in which it is filled. An item is a sequence and head."""
+    """A workspace: its sizes, what it holds, and the parts in which it is filled.
+
+    An item is a sequence and head; a unit is a sequence and key head, whose group of items share their keys.
+    """
 
     items: int
-    rows: int
-    columns: int
+    rows: int  # queries
+    columns: int  # keys, all or those of a band or of a part
+    units: int
     blocks: int  # of the dkv kernel's keys
-    group: int  # heads that share one of the key
+    group: int
+    step: int  # programs of a part
     layout: Layout
     has_probs: bool  # there is a table for the values
-    parts: list[Part]
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -68,98 +70,99 @@ class Plan(NamedTuple):
         """Return whether each part has all pairs of its items."""
         return self.layout.is_band or self.columns >= self.blocks * self.layout.block_n
 
-    def items_of(self, part: Part) -> int:
+    @property
+    def parts(self) -> list[Part]:
+        """Return the parts: so many units each or, if not even one fits, so many blocks of keys of one unit."""
+        programs = self.units * self.blocks
+        span = programs if self.has_whole_heads else self.blocks
+        return [
+            Part(first, min(first + self.step, start + span))
+            for start in range(0, programs, span)
+            for first in range(start, start + span, self.step)
+        ]
+
+    def num_items(self, part: Part) -> int:
         """Return how many items a part has."""
         return (cdiv(part.stop_program, self.blocks) - part.first_program // self.blocks) * self.group
 
 
-def limit(tensors: AttentionTensors, wave: int) -> int:
-    """Return the largest workspace in bytes: TRITON_RELATTN_WORKSPACE or, if it is not set, 256 MiB, or as much as query, key and
-    value take, or one wave of the dkv kernel's programs needs (with the rest of a head, if that is little), whichever is most.
-
-    Raises:
-        ValueError: the variable is not a whole number.
-    """
-    given = os.environ.get(VARIABLE)
-    if given:
-        if not given.strip().isdecimal():
-            raise ValueError(f"{VARIABLE} must be a number of bytes, such as 268435456, got {given!r}")
-        return int(given)
-    return max(USUAL_LIMIT, wave, sum(each.numel() * each.element_size() for each in (tensors.query, tensors.key, tensors.value)))
+def given_limit() -> int | None:
+    """Return TRITON_RELATTN_WORKSPACE in bytes, None if it is not set; ValueError if it is not a whole number."""
+    text = os.environ.get(VARIABLE)
+    if text and not text.strip().isdecimal():
+        raise ValueError(f"{VARIABLE} must be a number of bytes, such as 268435456, got {text!r}")
+    return int(text) if text else None
 
 
-def plan(
-    call: Call,
-    tensors: AttentionTensors,
-    spec: AttentionSpec,
-    tiles: Mapping[str, TileConfig],
-    multiprocessors: int,
-    most_bytes: int | None = None,
-) -> Plan:
+def plan(call: Call, tensors: AttentionTensors, spec: AttentionSpec, dkv: TileConfig, most_bytes: int | None = None) -> Plan:
     """Return the workspace of a call, whichever gradients are wanted, so that a gradient has the same bits alone.
 
-    most_bytes: instead of ``limit``. A workspace for one block of keys of one head may have more.
+    Its limit is TRITON_RELATTN_WORKSPACE or, if that is not set, 256 MiB, or as much as query, key and value take, or one wave of
+    the dkv kernel's programs needs (with the rest of a head, if that is little), whichever is most.
+
+    Args:
+        dkv: the configuration of the dkv kernel.
+        most_bytes: another limit. A workspace for one block of keys of one head may have more.
     """
-    key = "plan", tiles["dkv"], call.num_sequences, multiprocessors, most_bytes, os.environ.get(VARIABLE)
-    derived = call.fixed.derived
-    if key in derived:
-        kept: Plan = derived[key]
-        return kept
-    found = _plan(call, tensors, spec, tiles["dkv"], multiprocessors, most_bytes)
-    if len(found.parts) <= MOST_KEPT:
-        derived[key] = found
-    return found
+    query, key, value = tensors.query, tensors.key, tensors.value
+    most_bytes, usual = given_limit() if most_bytes is None else most_bytes, 0
+    if most_bytes is None:
+        usual = max(USUAL_LIMIT, sum(each.numel() * each.element_size() for each in (query, key, value)))
+    return _plan(
+        spec,
+        dkv,
+        call.num_sequences * call.key_heads,
+        call.heads // call.key_heads,
+        query.element_size(),
+        tensors.rel_value is not None,
+        selection.multiprocessors(query.device),
+        most_bytes,
+        usual,
+    )
 
 
+@functools.lru_cache(maxsize=1024)
 def _plan(
-    call: Call,
-    tensors: AttentionTensors,
     spec: AttentionSpec,
     dkv: TileConfig,
+    units: int,
+    group: int,
+    element_size: int,
+    has_probs: bool,
     multiprocessors: int,
     most_bytes: int | None,
+    usual_bytes: int,
 ) -> Plan:
-    has_probs = tensors.rel_value is not None
-    layout = Layout(dkv.block_m, dkv.block_n)
     rows, block_n = spec.max_seqlen_q, dkv.block_n
     blocks = cdiv(spec.max_seqlen_k, block_n)
-    units = call.num_sequences * call.key_heads
-    group = call.heads // call.key_heads
+    bytes_per_pair = element_size * (1 + has_probs)
 
     # Columns: all keys, or if that is fewer a band of those in the windows of a block of queries.
     columns = blocks * block_n
     if spec.window_left >= 0 and spec.window_right >= 0:
         window = spec.window_left + 1 + spec.window_right
         columns = min(columns, cdiv(window + dkv.block_m - 1 + ALIGNMENT.value - 1, 64) * 64)
-    slots = multiprocessors * dkv.programs_at_once
-    bytes_of_pair = tensors.query.element_size() * (1 + has_probs)
+    layout = Layout(dkv.block_m, block_n, is_band=columns < blocks * block_n)
     if most_bytes is None:
         # One wave's blocks of keys, or the heads that these belong to, whose bands may take less.
-        columns_of_wave = min(slots * block_n, cdiv(slots, blocks) * columns)
-        if columns_of_wave < columns <= MOST_BEYOND * columns_of_wave:
-            columns_of_wave = columns
-        most_bytes = limit(tensors, group * rows * columns_of_wave * bytes_of_pair)
-    most_pairs = most_bytes // bytes_of_pair
+        slots = multiprocessors * dkv.programs_at_once
+        wave_columns = min(slots * block_n, cdiv(slots, blocks) * columns)
+        if wave_columns < columns <= MOST_BEYOND * wave_columns:
+            wave_columns = columns
+        most_bytes = max(usual_bytes, group * rows * wave_columns * bytes_per_pair)
+    most_pairs = most_bytes // bytes_per_pair
 
     most_units = min(units, most_pairs // (group * rows * columns)) if rows * columns <= MOST_PAIRS else 0
     if most_units > 0:
-        at_once = _part_size(units, most_units, blocks, multiprocessors, dkv.programs_at_once)
-        step, items = at_once * blocks, at_once * group
-        layout = layout._replace(is_band=columns < blocks * block_n)
-        starts = [(first, min(first + step, units * blocks)) for first in range(0, units * blocks, step)]
-    else:  # some blocks of keys of one unit at a time
-        most_blocks = max(1, min(most_pairs // group, MOST_PAIRS) // (rows * block_n))
-        step = _part_size(blocks, min(blocks, most_blocks), 1, multiprocessors, dkv.programs_at_once)
-        items, columns = group, step * block_n
-        starts = [
-            (unit * blocks + block, unit * blocks + min(block + step, blocks))
-            for unit in range(units)
-            for block in range(0, blocks, step)
-        ]
-    return Plan(items, rows, columns, blocks, group, layout, has_probs, [Part(*each) for each in starts])
+        part = _part_size(units, most_units, blocks, multiprocessors, dkv.programs_at_once)
+        return Plan(part * group, rows, columns, units, blocks, group, part * blocks, layout, has_probs)
+    # Some blocks of keys of one unit at a time
+    most_blocks = max(1, min(most_pairs // group, MOST_PAIRS) // (rows * block_n))
+    part = _part_size(blocks, min(blocks, most_blocks), 1, multiprocessors, dkv.programs_at_once)
+    layout = layout._replace(is_band=False)
+    return Plan(group, rows, part * block_n, units, blocks, group, part, layout, has_probs)
 
 
-@functools.lru_cache(maxsize=256)
 def _part_size(count: int, most: int, programs: int, multiprocessors: int, at_once: int) -> int:
     """Return how many of count things, of so many programs each, make a part, at most ``most``.
 
@@ -169,25 +172,19 @@ def _part_size(count: int, most: int, programs: int, multiprocessors: int, at_on
     """
     slots = multiprocessors * at_once
 
-    def cost_of_part(size: int) -> int:
+    def part_cost(size: int) -> int:
         waves, rest = divmod(size * programs, slots)
         return waves * (START_COST + at_once) + (START_COST + cdiv(rest, multiprocessors) if rest else 0)
 
     def cost_and_parts(size: int) -> tuple[int, int]:
         parts, rest = divmod(count, size)
-        return parts * cost_of_part(size) + cost_of_part(rest), parts + (rest > 0)
+        return parts * part_cost(size) + part_cost(rest), parts + (rest > 0)
 
     return min(range(1, most + 1), key=cost_and_parts)
 
 
 def allocated(
-    call: Call,
-    tensors: AttentionTensors,
-    spec: AttentionSpec,
-    tiles: Mapping[str, TileConfig],
-    multiprocessors: int,
-    wants_ds: bool,
-    wants_probs: bool,
+    call: Call, tensors: AttentionTensors, spec: AttentionSpec, dkv: TileConfig, wants_ds: bool, wants_probs: bool
 ) -> tuple[Plan, torch.Tensor | None, torch.Tensor | None]:
     """Return the workspace of a call, and memory for dS and P, each None if it is not wanted.
 
@@ -196,12 +193,10 @@ def allocated(
     Raises:
         OutOfMemoryError: there is no memory for one block of keys of one head.
     """
-    query, most_bytes = tensors.query, None
-    if not wants_ds and not wants_probs:  # nothing is stored
-        found = plan(call, tensors, spec, tiles, multiprocessors)
-        return found._replace(parts=[Part(0, found.parts[-1].stop_program)]), None, None
+    query, found = tensors.query, plan(call, tensors, spec, dkv)
+    if not wants_ds and not wants_probs:  # nothing is stored: all in one part
+        return found._replace(step=found.units * found.blocks, columns=found.blocks * dkv.block_n), None, None
     while True:
-        found = plan(call, tensors, spec, tiles, multiprocessors, most_bytes)
         ds = None
         try:
             ds = query.new_empty(found.shape) if wants_ds else None
@@ -209,8 +204,8 @@ def allocated(
         except torch.OutOfMemoryError as error:
             ds = None  # what there was room for is free again
             size = found.pairs * query.element_size()
-            most_bytes = size // 2
-            if plan(call, tensors, spec, tiles, multiprocessors, most_bytes).pairs >= found.pairs:
+            smaller = plan(call, tensors, spec, dkv, size // 2)
+            if smaller.pairs >= found.pairs:
                 text = f"the backward needs a workspace of {size} bytes at least, for {found.rows} queries and one block of keys"
                 raise torch.OutOfMemoryError(f"{text}; {error}") from error
             warnings.warn(
@@ -219,3 +214,4 @@ def allocated(
                 RuntimeWarning,
                 stacklevel=2,
             )
+            found = smaller

@@ -35,7 +35,7 @@ def stored_part(first_program, stop_program, sequences, LAYOUT: tl.constexpr, GR
 
 
 @triton.jit
-def items_of(table_head, first_item, num_heads, PER_HEAD: tl.constexpr):
+def table_items(table_head, first_item, num_heads, PER_HEAD: tl.constexpr):
     """Return (first, step) of the workspace's items that use a table: all of them, or those of its head."""
     if PER_HEAD:
         return first_item + (table_head + num_heads - first_item % num_heads) % num_heads, num_heads
@@ -44,7 +44,7 @@ def items_of(table_head, first_item, num_heads, PER_HEAD: tl.constexpr):
 
 
 @triton.jit
-def key_of_column(row_start, query_offset, first_key, window, LAYOUT: tl.constexpr):
+def first_column_key(row_start, query_offset, first_key, window, LAYOUT: tl.constexpr):
     """Return the key of column 0 of the workspace, for a block of queries from row_start on.
 
     It is the first key that the workspace has. If that has a band, queries are taken block_m at a time, and it is the first key
@@ -58,9 +58,9 @@ def key_of_column(row_start, query_offset, first_key, window, LAYOUT: tl.constex
 
 
 @triton.jit
-def seen_keys(offs_m, place, window, first_key, stop_key, APART: tl.constexpr):
+def readable_keys(offs_m, place, window, first_key, stop_key, STEP: tl.constexpr):
     """Return (low, high), each [M, 1]: the keys, of those from first_key to stop_key, whose numbers are read. They are those that
-    a query sees, and others beside them, whose numbers are 0, up to multiples of APART. A query that does not exist has none."""
+    a query sees, and others beside them, whose numbers are 0, up to multiples of STEP. A query that does not exist has none."""
     low = tl.broadcast_to(tl.maximum(first_key, 0), offs_m.shape)
     high = tl.broadcast_to(tl.minimum(place.num_keys, stop_key), offs_m.shape)
     if window[0] is not None:
@@ -68,13 +68,13 @@ def seen_keys(offs_m, place, window, first_key, stop_key, APART: tl.constexpr):
     if window[1] is not None:
         high = tl.minimum(high, offs_m + (place.query_offset + window[1] + 1))
     high = tl.where((offs_m < place.num_queries) & (low < high), high, 0)
-    return (low // APART * APART)[:, None], (tl.cdiv(high, APART) * APART)[:, None]
+    return (low // STEP * STEP)[:, None], (tl.cdiv(high, STEP) * STEP)[:, None]
 
 
 @triton.jit
 def store_tile(matrix, tile, row_start, tile_m, valid_m, column, TILE: tl.constexpr, LAYOUT: tl.constexpr):
     """Store a tile [M, N], whose columns are in addressing.key_order, in the order of the keys, from this column of the workspace
-    on. If the workspace has a band, only what lies within is stored."""
+    on. If the workspace has a band, only what lies in it is stored."""
     M: tl.constexpr = TILE.block_m
     N: tl.constexpr = TILE.block_n
     if TILE.rotation != "gather":
@@ -83,36 +83,35 @@ def store_tile(matrix, tile, row_start, tile_m, valid_m, column, TILE: tl.conste
     pointers = matrix[0] + tl.cast(row_start, tl.int64) * matrix[1] + (tile_m[:, None] * matrix[1] + columns[None, :])
     if LAYOUT.is_band:
         # Limits that the compiler knows to be multiples of 16 leave 16 bytes together.
-        within = (columns >= 0) & (columns < tl.multiple_of(matrix[1], ALIGNMENT))
-        tl.store(pointers, tile, mask=valid_m[:, None] & within[None, :])
+        in_band = (columns >= 0) & (columns < tl.multiple_of(matrix[1], ALIGNMENT))
+        tl.store(pointers, tile, mask=valid_m[:, None] & in_band[None, :])
     else:
         tl.store(pointers, tile, mask=valid_m[:, None])
 
 
 @triton.constexpr_function
-def queries_apart(bits):
-    """Return how far apart queries lie whose numbers, of so many bits, begin at multiples of 16 bytes at one position."""
+def query_step(bits):
+    """Return the distance of queries whose numbers, of so many bits, begin at multiples of 16 bytes at one position."""
     return 128 // bits
 
 
 @triton.constexpr_function
-def rows_of_program(block_n, apart):
-    """Return how many rows of a table a program of dtable_kernel owns: BLOCK_N less the ``apart - 1`` that it shares with the
-    next."""
-    return (block_n - apart + 1) // apart * apart
+def program_rows(block_n, step):
+    """Return how many rows of a table a program of dtable_kernel owns: BLOCK_N less the ``step - 1`` that the next one has."""
+    return (block_n - step + 1) // step * step
 
 
 @triton.jit
 def load_tile(matrix, offs_m, keys, column_keys, low, high, BLOCK_N: tl.constexpr):
     """Load the numbers [M, N] of queries at N successive keys each, 16 bytes at a time: those of keys from low to high, both
-    multiples of queries_apart; the others are 0.
+    multiples of query_step; the others are 0.
 
-    keys, column_keys: the first of the keys, and the key in column 0, both [M] or scalars and multiples of queries_apart.
+    keys, column_keys: the first of the keys, and the key in column 0, both [M] or scalars and multiples of query_step.
     low, high: [M, 1] or scalars.
     """
-    APART: tl.constexpr = queries_apart(matrix[0].dtype.element_ty.primitive_bitwidth)
-    keys = (keys + tl.zeros_like(offs_m)) // APART * APART  # changes nothing: so the compiler knows that they are multiples
-    starts = tl.multiple_of(offs_m * matrix[1] + (keys - column_keys), APART)
+    STEP: tl.constexpr = query_step(matrix[0].dtype.element_ty.primitive_bitwidth)
+    keys = (keys + tl.zeros_like(offs_m)) // STEP * STEP  # changes nothing: so the compiler knows that they are multiples
+    starts = tl.multiple_of(offs_m * matrix[1] + (keys - column_keys), STEP)
     tile_keys = keys[:, None] + tl.arange(0, BLOCK_N)[None, :]
     pointers = matrix[0] + (starts[:, None] + tl.arange(0, BLOCK_N)[None, :])
     return tl.load(pointers, mask=(tile_keys >= low) & (tile_keys < high), other=0.0)

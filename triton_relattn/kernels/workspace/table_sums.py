@@ -10,9 +10,22 @@ from ..._core.dtypes import without_autocast
 from ..._core.spec import TABLES, AttentionSpec, AttentionTensors, is_per_head
 from ..call import Call, Strided, cdiv, strided
 from ..config import selection
+from ..config.tile_config import TileConfig
 from ..tile.masking import clamp_margin
 from .planning import Plan
-from .stored import queries_apart, rows_of_program
+from .stored import program_rows, query_step
+
+PROGRAMS_PER_MULTIPROCESSOR = 4  # of the dtable kernel, whose loops differ in length: several balance each other
+
+
+def table_splits(device: torch.device, programs: int, units: int) -> int:
+    """Return how many programs share each block of a table's rows: as few as keep the device busy, since each has its own sum.
+
+    Args:
+        programs: the number of blocks of rows, of all tables.
+        units: the number of things that the programs of a block share out: batch entries, times heads if those share the table.
+    """
+    return max(1, min(units, PROGRAMS_PER_MULTIPROCESSOR * selection.multiprocessors(device) // programs))
 
 
 class TableSums:
@@ -35,7 +48,7 @@ class TableSums:
         tensors: AttentionTensors,
         spec: AttentionSpec,
         gradients: Mapping[str, torch.Tensor | None],
-        tiles: Mapping[str, selection.TileConfig],
+        tiles: Mapping[str, TileConfig],
         plan: Plan,
     ) -> None:
         self.call, self.spec, self.gradients = call, spec, gradients
@@ -44,30 +57,35 @@ class TableSums:
         self.per_head = any(is_per_head(name, table) for name, table in tables.items())
         table_heads = call.heads if self.per_head else 1
         self.num_rows = spec.last - spec.first + 1
-        self.is_clamped, device = call.coverage == "clamp", tensors.query.device
+        self.is_clamped = call.coverage == "clamp"
         self.margin = clamp_margin(plan.layout.block_m, plan.layout.block_n) if self.is_clamped else 0
-        apart = queries_apart(8 * tensors.query.element_size())
-        row_blocks = cdiv(self.num_rows, rows_of_program(tiles["dtable"].block_n, apart))
-        query_blocks = cdiv(spec.max_seqlen_q, tiles["dtable"].block_m * apart)
+        step = query_step(8 * tensors.query.element_size())
+        row_blocks = cdiv(self.num_rows, program_rows(tiles["dtable"].block_n, step))
+        query_blocks = cdiv(spec.max_seqlen_q, tiles["dtable"].block_m * step)
         # Programs of heads that are not in the workspace have no work.
         programs, units = row_blocks * min(table_heads, plan.items), query_blocks * cdiv(plan.items, table_heads)
-        splits = selection.table_splits(device, programs, units)
-        self.adds = len(plan.parts) > 1
+        splits = table_splits(tensors.query.device, programs, units)
+        self.adds = plan.step < plan.units * plan.blocks
         self.grid = row_blocks * table_heads, splits
+        self.table_heads = table_heads
 
         self.sums, self.partials = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
         for name in tables:
             gradient = gradients[name]
             if gradient is None:
                 continue
-            is_own = is_per_head(name, gradient) == self.per_head
+            same_heads = is_per_head(name, gradient) == self.per_head
             width = gradient.shape[1 + is_per_head(name, gradient) :]  # rel_bias has none
-            if splits == 1 and not self.is_clamped and is_own and not self.adds:
+            if splits == 1 and not self.is_clamped and same_heads and not self.adds:
                 self.sums[name] = gradient.view(1, table_heads, self.num_rows, *width)  # there is nothing to add up afterwards
             else:
                 shape = (splits, table_heads, self.num_rows + 2 * self.padding(name), *width)
                 new = gradient.new_zeros if self.adds else gradient.new_empty
                 self.sums[name] = self.partials[name] = new(shape, dtype=torch.float32)
+
+    def key_grid(self, block_m: int) -> tuple[int, int]:
+        """Return the grid of the dp2c kernel: blocks of rows of all heads, the margin's among them, and the programs of each."""
+        return cdiv(self.num_rows + 2 * self.margin, block_m) * self.table_heads, self.grid[1]
 
     def padding(self, name: str) -> int:
         """Return how many rows the partial sums of a table have beyond either end of it."""
@@ -121,7 +139,7 @@ class TableSums:
         if far_key_sums is not None:  # a key that no query sees may be NaN; its sums are 0
             is_far = (far_key_sums != 0).any(2).unflatten(1, (key.shape[1], -1)).any(2)
             keys = key.masked_fill(~is_far[..., None], 0).repeat_interleave(self.call.heads // key.shape[1], 1)
-        given = {
+        factors = {
             "rel_key": (far_sums, self.call.rel_query, self.spec.rel_scale),
             "rel_value": (far_probs, d_out, self.call.fixed.keep_scale),
             "rel_bias": (far_sums, None, 1.0),
@@ -129,7 +147,7 @@ class TableSums:
         }
         found = {}
         for name in self.partials:
-            sums, vectors, factor = given[name]
+            sums, vectors, factor = factors[name]
             assert sums is not None
             ends = sums.sum((0, 3)) if vectors is None else torch.einsum("bhsn,bhnd->hsd", sums, vectors.float()) * factor
             found[name] = ends if self.per_head else ends.sum(0, keepdim=True)

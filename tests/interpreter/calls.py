@@ -1,26 +1,16 @@
-"""Calls, padded and packed, the rules for their results, and limits with which their workspace has one part or many."""
+"""Calls with every term and argument, padded and packed, and limits with which their workspace has one part or many."""
 
 from __future__ import annotations
 
 import itertools
-from functools import partial
 from typing import Any
 
 import torch
 
-from tests.expected import assert_table_gradient, exact_results, table_gradient_budget
-from tests.interpreter.launch import GRADIENTS, check_every_term, kept, resolved, with_keep
-from tests.tolerance import assert_gradients_close_fp32, within
-from triton_relattn import RelativePositions, fused_relative_attention_varlen
-from triton_relattn._core.residual import keeps_residual
+from triton_relattn import RelativePositions
 from triton_relattn._core.spec import TABLES
-from triton_relattn.kernels.backward import backward
-from triton_relattn.kernels.call import Call
 from triton_relattn.kernels.config.selection import TileConfig
-from triton_relattn.kernels.forward import forward
-from triton_relattn.kernels.workspace import planning
-from triton_relattn.kernels.workspace.planning import Plan
-from triton_relattn.testing import Inputs, assert_within_budget, forward_backward, make_inputs
+from triton_relattn.testing import Inputs, make_inputs
 
 POSITIONS = {
     "full": RelativePositions(-59, 59),
@@ -50,37 +40,33 @@ TILES = {
 }
 
 
-def planned(
-    inputs: Inputs,
-    arguments: dict[str, Any],
-    tiles: dict[str, TileConfig] | None = None,
-    multiprocessors: int = 1,
-    most_bytes: int | None = None,
-) -> Any:
-    """The plan of a padded or packed call."""
-    _, tensors, spec = resolved(inputs, arguments)
-    return planning.plan(Call(tensors, spec), tensors, spec, tiles or TILES["twice"], multiprocessors, most_bytes)
-
-
 def limit_of(limit: str, inputs: Inputs, arguments: dict[str, Any], tiles: dict[str, TileConfig]) -> str:
     """The number of bytes, as the variable has it, with which the parts of a call are one of LIMITS; "" for the usual limit."""
-    whole = planned(inputs, arguments, tiles, most_bytes=2**40)
-    of_unit = whole.pairs * inputs.query.element_size() * whole.group // whole.items
-    return {"whole": "", "heads": str(of_unit), "keys": str(of_unit * 2 // 3), "block": "0"}[limit]
+    num_queries, num_keys = sizes_of(inputs, arguments)[2:]
+    padded_keys = -(-num_keys // tiles["dkv"].block_n) * tiles["dkv"].block_n
+    group = inputs.query.shape[1] // inputs.key.shape[1]
+    pairs = group * num_queries * padded_keys * (1 if inputs.rel_value is None else 2)
+    size = pairs * inputs.query.element_size()
+    return {"whole": "", "heads": str(size), "keys": str(size * 2 // 3), "block": "0"}[limit]
 
 
-def check_parts(plan: Plan | None, limit: str) -> None:
-    """The parts are what the limit allows, so that a test runs what it says."""
-    assert plan is not None
-    programs = [part.stop_program - part.first_program for part in plan.parts]
-    units = plan.parts[-1].stop_program // plan.blocks
-    if limit == "whole":
-        assert len(programs) == 1
-    elif limit == "heads":
-        assert programs == [plan.blocks] * units and units > 1
+def sizes_of(inputs: Inputs, arguments: dict[str, Any]) -> tuple[int, int, int, int]:
+    """Sequences, heads of keys, queries and keys of the longest sequence."""
+    if "cu_seqlens_q" in arguments:
+        sequences = len(arguments["cu_seqlens_q"]) - 1
+        return sequences, inputs.key.shape[1], arguments["max_seqlen_q"], arguments["max_seqlen_k"]
+    return inputs.query.shape[0], inputs.key.shape[1], inputs.query.shape[2], inputs.key.shape[2]
+
+
+def check_parts(parts: int, limit: str, inputs: Inputs, arguments: dict[str, Any], tiles: dict[str, TileConfig]) -> None:
+    """There are as many parts as the limit makes, so that a test runs what it says."""
+    sequences, key_heads, _, num_keys = sizes_of(inputs, arguments)
+    units, blocks = sequences * key_heads, -(-num_keys // tiles["dkv"].block_n)
+    if limit == "keys":
+        assert parts > units
     else:
-        assert not plan.has_whole_heads and not plan.layout.is_band and len(programs) > units
-        assert limit == "keys" or set(programs) == {1}
+        assert parts == {"whole": 1, "heads": units, "block": units * blocks}[limit]
+    assert limit == "whole" or parts > 1
 
 
 OFFSETS = torch.tensor([3, -5], dtype=torch.int32)
@@ -117,6 +103,7 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "offsets_window": ({"per_head": True, "rel_value": True}, {"query_offset": OFFSETS, "window_size": (11, 5)}),
     "every_table": ({**EVERY_TABLE, "rel_width": 12}, {"query_offset": 3, "softcap": 9.0}),
     "every_table_offsets": ({**EVERY_TABLE, "per_head": True}, {"query_offset": OFFSETS, "dropout_p": 0.2, "is_causal": True}),
+    "no_table": ({"rel_key": False}, {"is_causal": True, "query_offset": 6}),
 }
 
 
@@ -156,64 +143,6 @@ def named_call(name: str, kind: str, **others: Any) -> tuple[Inputs, dict[str, A
     """One of CALLS or PACKED_CALLS."""
     shape, arguments = (CALLS | PACKED_CALLS)[name]
     inputs, of_table = (pack_of if name in PACKED_CALLS else call_of)(kind, **{**shape, **others})
+    if all(getattr(inputs, table) is None for table in TABLES):
+        del of_table["positions"]
     return inputs, {**of_table, **arguments}
-
-
-# The rules for results.
-
-
-def results_of(
-    inputs: Inputs, arguments: dict[str, Any], tiles: dict[str, TileConfig] | None, wanted: Any = GRADIENTS
-) -> dict[str, torch.Tensor]:
-    """out, lse and those gradients of a padded or packed call that are wanted and there, in the shapes of the call's tensors."""
-    by_head, tensors, spec = resolved(inputs, arguments)
-    keeps = keeps_residual(tensors)
-    out, lse, softmax_stats, kept_residual = forward(tensors, spec, (tiles or {}).get("forward"), keeps_residual=keeps)
-    wants = [name in wanted for name in GRADIENTS]
-    found = backward(by_head.d_out, by_head.d_lse, out, softmax_stats, tensors, spec, wants, tiles, residual=kept_residual)
-    results = {"out": out, "lse": lse, **{name: each for name, each in zip(GRADIENTS, found, strict=True) if each is not None}}
-    if "cu_seqlens_q" in arguments:
-        results["lse"] = lse[0]
-        for name in {"out", "d_query", "d_key", "d_value", "d_rel_query"}.intersection(results):
-            results[name] = results[name][0].transpose(0, 1)
-    return results
-
-
-def check_packed(inputs: Inputs, arguments: dict[str, Any], tiles: dict[str, TileConfig] | None) -> dict[str, torch.Tensor]:
-    """The rules of check_every_term: all results are those of each sequence by itself in float64, the tables' summed."""
-    results, dropout_p = results_of(inputs, arguments, tiles), arguments.get("dropout_p", 0.0)
-    longest = arguments["max_seqlen_q"], arguments["max_seqlen_k"]
-    sizes = len(arguments["cu_seqlens_q"]) - 1, inputs.query.shape[1], *longest
-    golden = exact_results(inputs, **arguments, keep=kept(*sizes, dropout_p=dropout_p) if dropout_p else None)
-    assert results.keys() == golden.keys()
-    gradients = [golden[name] for name in results if name.startswith("d_")]
-    is_exact = inputs.query.dtype == torch.float32
-    assert is_exact or not dropout_p, "the reference would drop others"
-    attend: Any = partial(fused_relative_attention_varlen, return_lse=True, implementation="reference")
-    plain = {} if is_exact else forward_backward(attend, inputs, **arguments)
-    for name, result in results.items():
-        others = gradients if name.startswith("d_") else [golden[name].masked_fill(golden[name].isinf(), 0)]
-        if not any(other.any() for other in others):
-            assert torch.equal(result, golden[name].to(result.dtype)), name
-        elif is_exact:
-            assert_gradients_close_fp32(name, result, golden[name], others)
-        else:
-            factor = 3 if name.startswith("d_") else 2
-            assert_within_budget(name, result, golden[name], plain[name], factor=factor, exact_reference=True)
-        table = name.removeprefix("d_")
-        if table in TABLES and not is_exact:
-            exact, allowance = table_gradient_budget(inputs, table=table, **arguments)
-            within(name, (result.double() - exact).abs(), allowance)
-    return results
-
-
-def check_call(inputs: Inputs, arguments: dict[str, Any], tiles: dict[str, TileConfig] | None) -> dict[str, torch.Tensor]:
-    """The error rules for out, lse and all gradients of a padded or packed call."""
-    if "cu_seqlens_q" in arguments:
-        return check_packed(inputs, arguments, tiles)
-    results = check_every_term(inputs, tiles, **arguments)
-    if inputs.rel_p2c is not None and inputs.query.dtype == torch.float16:
-        dense = with_keep(inputs, arguments)
-        if exact_results(inputs, **dense)["d_rel_p2c"].any():
-            assert_table_gradient("d_rel_p2c", results["d_rel_p2c"], inputs, table="rel_p2c", **dense)
-    return results

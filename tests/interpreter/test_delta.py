@@ -1,7 +1,9 @@
-"""The gradient of the query, from the dS that the dkv kernel has stored, and the delta of dS, from out and its residual."""
+"""The delta of dS, from out and its residual: exact, so that errors do not add up in sums over queries or keys."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -9,54 +11,74 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from tests.expected import exact_results
+from tests.expected import assert_table_gradient, exact_results
 from tests.interpreter import launch
-from tests.interpreter.launch import all_gradients, resolve
-from tests.interpreter.workspaces import TILES, check_call, check_parts, limit_of, named_call, pack_of, results_of
+from tests.interpreter.launch import SMALL, all_gradients, check_every_term, resolve
 from tests.tolerance import within
 from triton_relattn import RelativePositions, fused_relative_attention
 from triton_relattn._reference import reference_attention
-from triton_relattn.kernels.call import Call, PerQuery, strided
-from triton_relattn.kernels.delta import RESIDUAL_SCALE, launch_delta
+from triton_relattn.kernels.backward import backward
+from triton_relattn.kernels.call import Call
+from triton_relattn.kernels.delta import RESIDUAL_SCALE
 from triton_relattn.kernels.forward import forward
-from triton_relattn.kernels.workspace.planning import VARIABLE, Plan
 from triton_relattn.testing import make_inputs
 
-APART: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    # of make_inputs, of the call
-    "full": ({"rel_bias": True}, {"positions": RelativePositions(-149, 39), "key_lengths": torch.tensor([37])}),
-    "clamp_causal": ({"rel_value": True}, {"positions": RelativePositions(-40, -3), "is_causal": True, "query_offset": -100}),
-    "zero_window": ({"rel_width": 12}, {"positions": RelativePositions(-4, 30, "zero"), "window_size": (20, 13)}),
-    "no_table": ({"rel_key": False}, {"attn_mask": torch.arange(40) % 3 != torch.arange(150)[:, None] % 4}),
-    "packed": ({"rel_width": 12, "rel_p2c": True}, {"query_offset": torch.tensor([-90, 8, 0])}),
+
+@contextmanager
+def launched_deltas(replaced: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Iterator[list[torch.Tensor]]:
+    """The deltas that dkv kernels get within; replaced: what they get instead."""
+    deltas, launch = list[torch.Tensor](), Call.launch
+
+    def launch_with(call: Call, name: str, *others: Any, **arguments: Any) -> None:
+        if name == "dkv":
+            per_query = arguments["per_query"]
+            delta, strides = per_query.deltas
+            deltas.append(delta)
+            if replaced is not None:
+                arguments["per_query"] = per_query._replace(deltas=(replaced(delta), strides))
+        launch(call, name, *others, **arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Call, "launch", launch_with)
+        yield deltas
+
+
+SHARP_CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
+    # length, rows, arguments
+    "full": (128, 255, {}),
+    "causal": (192, 192, {"positions": RelativePositions(-191, 0), "is_causal": True}),
+    "clipped": (160, 33, {}),
 }
 
 
-@pytest.mark.usefixtures("guarded_kernels")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", APART)
-def test_blocks_of_queries(name: str, dtype: torch.dtype) -> None:
-    """Several blocks of queries that lie apart, of which the last is not full; several programs share a block of rows."""
-    options, arguments = APART[name]
-    positions = arguments.get("positions")
-    options = {**options, "num_rows": 11 if positions is None else positions.num_rows, "dtype": dtype, "seed": 4}
-    if name == "packed":
-        inputs, of_pack = pack_of("clamp", {"q": (150, 0, 33), "k": (40, 9, 33)}, **options)
-        arguments = {**of_pack, **arguments}
-    else:
-        inputs = make_inputs(1, 2, 150, 40, 8, **options)
-    check_call(inputs, arguments, {**TILES["registers"], "dtable": TILES["wide"]["dtable"]})
+@pytest.mark.parametrize("case", SHARP_CASES)
+def test_table_gradient_needs_the_exact_delta(case: str) -> None:
+    """Sharp attention: as good as dS rounded once, and far from that if the dkv kernel gets rowsum(out * d_out) - d_lse.
+
+    out was rounded: every dS of a row is off by the same amount then, which adds up in the table's sum over all queries.
+    """
+    length, num_rows, arguments = SHARP_CASES[case]
+    inputs = make_inputs(1, 2, length, length, 32, num_rows=num_rows, dtype=torch.float16, seed=1, sharp=True)
+    results = check_every_term(inputs, **arguments)
+    rounded = (results["out"].float() * inputs.d_out.float()).sum(-1) - inputs.d_lse
+    with launched_deltas(lambda _: rounded) as deltas:
+        spoilt = all_gradients(inputs, **arguments)["d_rel_key"]
+    (exact,) = deltas
+    assert 0 < (exact - rounded).abs().max() < 0.05 * exact.abs().max()
+    with pytest.raises(AssertionError, match="exceeds the budget"):
+        assert_table_gradient("d_rel_key", spoilt, inputs, **arguments)
 
 
-@pytest.mark.parametrize("offset", [0.0, 6.0])
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("plain", "full"), ("causal", "clamp"), ("bias_alone", "zero"), ("rel_query", "clamp"), ("rel_value", "full")],
-)
-def test_sharp_attention(name: str, kind: str, offset: float) -> None:
-    """Also where all values have much in common, so that delta is much larger than dP - delta."""
-    inputs, arguments = named_call(name, kind, sharp=True, dtype=torch.float16)
-    check_call(inputs._replace(value=inputs.value + offset), arguments, TILES["square"])
+@pytest.mark.parametrize("through", ["out", "lse"])
+@pytest.mark.parametrize("kind", ["full", "clamp"])
+def test_gradient_through_one_result(through: str, kind: str) -> None:
+    """Only out is used, or only lse; value does not take part in lse."""
+    positions = RelativePositions(-37, 45) if kind == "full" else RelativePositions(-7, 9)
+    inputs = make_inputs(1, 2, 37, 45, 16, num_rows=positions.num_rows, dtype=torch.float16, seed=3)
+    unused = "d_lse" if through == "out" else "d_out"
+    inputs = inputs._replace(**{unused: torch.zeros_like(getattr(inputs, unused))})
+    results = check_every_term(inputs, SMALL, positions=positions)
+    assert bool(results["d_value"].any()) == (through == "out") and results["d_rel_key"].any()
 
 
 @pytest.mark.thorough
@@ -68,24 +90,8 @@ def test_sums_over_queries(monkeypatch: pytest.MonkeyPatch) -> None:
         errors = []
         for keeps in (True, False):
             monkeypatch.setattr(launch, "keeps_residual", lambda *_, keeps=keeps: keeps)
-            errors.append(float((all_gradients(inputs, TILES["twice"])["d_query"].double().sum(2) - golden).norm()))
+            errors.append(float((all_gradients(inputs, SMALL)["d_query"].double().sum(2) - golden).norm()))
         within(f"sum, seed {seed}", errors[0], errors[1] / 4)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("name", "kind"), [("rel_query", "full"), ("narrow_rel_query", "clamp")])
-def test_some_keys_at_a_time(name: str, kind: str, plans: list[Plan | None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the parts of a workspace add is added up in float32, and rounded once."""
-    inputs, arguments = named_call(name, kind, dtype=torch.float16, batch=1, num_queries=17, num_keys=150)
-    arguments |= {"query_offset": 130}
-    whole = results_of(inputs, arguments, TILES["twice"])
-    monkeypatch.setenv(VARIABLE, limit_of("block", inputs, arguments, TILES["twice"]))
-    found = check_call(inputs, arguments, TILES["twice"])
-    check_parts(plans[-1], "block")
-    for gradient in {"d_query", "d_rel_query"}.intersection(found):
-        expected = whole[gradient].double()
-        allowed = torch.finfo(torch.float16).eps * expected.abs() + 1e-5 * expected.abs().max()
-        within(gradient, (found[gradient].double() - expected).abs(), allowed)
 
 
 @pytest.mark.thorough
@@ -151,9 +157,10 @@ def test_delta(scale: float, dtype: torch.dtype, has_lse: bool) -> None:
     tensors, spec = resolve(inputs, positions=RelativePositions(-74, 82))
     out, _, softmax_stats, kept = forward(tensors, spec, keeps_residual=dtype == torch.float16)
     assert (kept is None) == (dtype == torch.float32)
-    found = out.new_empty(2, 2, 75, dtype=torch.float32)
-    per_query = PerQuery(*map(strided, (softmax_stats, found, None, None, None)))
-    launch_delta(Call(tensors, spec, (out, inputs.d_out)), out, kept, inputs.d_out, inputs.d_lse if has_lse else None, per_query)
+    d_lse = inputs.d_lse if has_lse else None
+    with launched_deltas() as deltas:
+        backward(inputs.d_out, d_lse, out, softmax_stats, tensors, spec, residual=kept)
+    (found,) = deltas
     exact = inputs.to(torch.float64)
     d_lse = exact.d_lse if has_lse else torch.zeros_like(exact.d_lse)
     golden, _ = reference_attention(exact.query, exact.key, exact.value, exact.rel_key, positions=RelativePositions(-74, 82))

@@ -1,0 +1,137 @@
+"""The kernels in every tile that is selected on some GPU, and with tables whose ends lie anywhere in a tile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.interpreter.launch import attend, check, check_every_term, resolve, run, selectable, tile
+from triton_relattn import RelativePositions
+from triton_relattn.kernels.backward import backward
+from triton_relattn.kernels.config.selection import TileConfig
+from triton_relattn.kernels.forward import forward
+from triton_relattn.testing import make_inputs
+
+SMALL = {"forward": tile(32, 16), "dq": tile(32, 16), "dkv": tile(32, 32), "dtable": tile(32, 32)}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "config"),
+    [(kernel, config) for kernel in ("forward", "dkv", "dq", "dtable") for config in selectable(kernel)],
+    ids=str,
+)
+def test_every_selectable_tile(kernel: str, config: TileConfig) -> None:
+    """A full, a clamped and a bounded table, and none, with lengths that divide no block; nor do they divide the queries over
+    which a block is spread in the kernels that read dS."""
+    tables: tuple[tuple[Any, bool, torch.dtype], ...] = (
+        ("full", True, torch.float32),
+        (RelativePositions(-3, 7), False, torch.float16),
+        (RelativePositions(-config.block_m - 5, 2, "zero"), True, torch.float32),
+        (None, False, torch.float16),
+    )
+    for seed, (positions, is_causal, dtype) in enumerate(tables):
+        if positions is None and kernel == "dtable":
+            continue
+        # With half as many or fewer the kernels that read dS take a smaller tile.
+        num_queries = 21 + config.block_m * (1 if kernel in ("forward", "dkv") else 8 // dtype.itemsize)
+        num_keys = config.block_m + 2 * config.block_n + 9
+        positions = RelativePositions(-num_queries - 30, num_keys) if positions == "full" else positions
+        num_rows = None if positions is None else positions.num_rows
+        inputs = make_inputs(1, 1, num_queries, num_keys, 16, num_rows=num_rows, dtype=dtype, seed=seed)
+        arguments: dict[str, Any] = {"is_causal": is_causal, "query_offset": 19, "key_lengths": torch.tensor([num_keys - 5])}
+        if kernel == "forward":
+            check(inputs, config, positions=positions, **arguments)
+        else:
+            check_every_term(inputs, {kernel: config}, positions=positions, **arguments)
+
+
+TABLES: dict[str, RelativePositions] = {
+    "exact": RelativePositions(-44, 57),
+    "one row short": RelativePositions(-43, 57),
+    "longer": RelativePositions(-70, 80),
+    "shorter": RelativePositions(-20, 8),
+    "one row": RelativePositions(0, 0),
+    "one row of the future": RelativePositions(17, 17),
+    "two rows": RelativePositions(-1, 0),
+    "causal rows": RelativePositions(-44, 0),
+    "wholly past": RelativePositions(-500, -200),
+    "past": RelativePositions(-40, -16),
+    "wholly future": RelativePositions(300, 333),
+    "future": RelativePositions(16, 48),
+}
+
+
+@pytest.mark.parametrize("outside", ["clamp", "zero"])
+@pytest.mark.parametrize("table", TABLES)
+def test_tables(table: str, outside: Any) -> None:
+    """Tables that cover all, part or none of the relative positions, with an offset and lengths.
+
+    Shared, and per head: what lies behind a table is then that of the next head, and not zero by chance.
+    """
+    positions = RelativePositions(TABLES[table].first, TABLES[table].last, outside)
+    for seed, (is_causal, query_offset, lengths) in enumerate(((False, 0, None), (True, 20, [49]))):
+        inputs = make_inputs(1, 2, 45, 58, 16, num_rows=positions.num_rows, per_head=seed > 0, dtype=torch.float32, seed=seed)
+        arguments = {"query_offset": query_offset, "key_lengths": None if lengths is None else torch.tensor(lengths)}
+        check_every_term(inputs, SMALL, positions=positions, is_causal=is_causal, **arguments)
+
+
+BORDERS = ((-3, 7, 0), (-20, -20, 17), (5, 6, -9))
+"""First and last row, and the offset: borders of the table at other places of the tiles, or close to each other."""
+TILES_AT_BORDERS = (  # of the dkv, the dq and the dtable kernel
+    ((16, 16), (32, 16), (64, 64)),
+    ((32, 16), (16, 32), (16, 16)),
+    ((64, 32), (64, 64), (32, 16)),
+)
+
+
+@pytest.mark.parametrize(("keys", "queries", "table"), TILES_AT_BORDERS)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_tiles_at_the_borders_of_a_table(
+    keys: tuple[int, int], queries: tuple[int, int], table: tuple[int, int], is_causal: bool
+) -> None:
+    """With a clamped table each pair beyond it is counted once, by the dq kernel, and each inside by the dtable kernel, whatever
+    tiles the dkv kernel has near the border and beyond."""
+    tiles = {"dkv": tile(*keys), "dq": tile(*queries), "dtable": tile(*table)}
+    for seed, (first, last, offset) in enumerate(BORDERS):
+        inputs = make_inputs(1, 1, 51, 59, 16, num_rows=last - first + 1, dtype=torch.float32, seed=seed)
+        check_every_term(inputs, tiles, positions=RelativePositions(first, last), query_offset=offset, is_causal=is_causal)
+
+
+@pytest.mark.usefixtures("guarded_kernels")
+@pytest.mark.parametrize("outside", ["clamp", "zero"])
+def test_lengths_beyond_the_keys_are_limited(outside: Any) -> None:
+    """A GPU's key_lengths are not checked: the kernels limit them to [0, Nk] instead of reading beyond the keys."""
+    inputs = make_inputs(2, 1, 40, 21, 16, num_rows=9, dtype=torch.float32, seed=4)
+    tensors, spec = resolve(inputs, positions=RelativePositions(-4, 4, outside))
+
+    def results(*lengths: int) -> list[torch.Tensor]:
+        limited = tensors._replace(key_lengths=torch.tensor(lengths))
+        out, lse, softmax_stats, _ = forward(limited, spec, SMALL["forward"])
+        gradients = backward(inputs.d_out, inputs.d_lse, out, softmax_stats, limited, spec, tiles=SMALL)
+        return [out, lse, *(gradient for gradient in gradients if gradient is not None)]
+
+    found = results(1000, -7)
+    assert len(found) == 6
+    for result, expected in zip(found, results(21, 0), strict=True):
+        assert expected.any() and torch.equal(result, expected)
+
+
+def test_invalid_configuration() -> None:
+    inputs = make_inputs(1, 1, 20, 20, 16, num_rows=39, dtype=torch.float32, seed=6)
+    with pytest.raises(ValueError, match=r"block_m must be block_n or twice that.*64 and 16"):
+        run(inputs, TileConfig(64, 16, 4, 1))
+    run(inputs._replace(rel_key=None), TileConfig(64, 16, 4, 1))
+
+
+def test_what_the_interpreter_cannot_do() -> None:
+    """bfloat16 is computed wrongly there, float64 is not what the kernels do: an error that says so, no fallback."""
+    inputs = make_inputs(1, 1, 20, 20, 16, num_rows=39, dtype=torch.bfloat16, seed=6)
+    with pytest.raises(RuntimeError, match="interpreter computes bfloat16 wrongly"):
+        attend(*inputs[:4])
+    with pytest.raises(RuntimeError, match=r"not in torch\.float64"):
+        attend(*inputs.to(torch.float64)[:4])
+    wide = make_inputs(1, 1, 4, 4, 257, num_rows=7, dtype=torch.float32, seed=6)
+    with pytest.raises(RuntimeError, match="up to 256, got 257"):
+        attend(*wide[:4])
