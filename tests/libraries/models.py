@@ -53,7 +53,7 @@ SIZES = {"input_size": MEL, "output_size": WIDTH, "attention_heads": HEADS, "lin
 NO_DROPOUT = dict.fromkeys(("dropout_rate", "positional_dropout_rate", "attention_dropout_rate"), 0.0)
 
 
-def nemo(context: list[int] | None = None, **settings: Any) -> nn.Module:
+def nemo(context: Any = None, **settings: Any) -> nn.Module:
     """Make an encoder. context: of chunks that see frames after them, which is set once the encoder is made."""
     parts = ("modules", "parts", "parts.submodules", "parts.submodules.adapters", "parts.utils", "parts.mixins")
     bare("nemo", "nemo.collections", "nemo.collections.asr", *(f"nemo.collections.asr.{part}" for part in parts))
