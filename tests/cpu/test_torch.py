@@ -668,13 +668,13 @@ def test_flop_counter() -> None:
     assert flops(lambda: attend_out(query, key, value, table)) == 2 * product + query_pairs
     assert flops(lambda: attend_out(query, key, value, table).sum().backward()) == 7 * product + 4 * query_pairs
     assert flops(lambda: attend_out(query, key, value, rel_p2c=table).sum().backward()) == 7 * product + 4 * key_pairs
-    wide, attend_values, wider = torch.randn(2, 2, 14, 20).double(), torch.randn(9, 20).double(), product * 20 // 8
-    assert flops(lambda: attend_out(query, key, wide, rel_value=attend_values)) == product + wider + query_pairs * 20 // 8
+    wide, value_table, wider = torch.randn(2, 2, 14, 20).double(), torch.randn(9, 20).double(), product * 20 // 8
+    assert flops(lambda: attend_out(query, key, wide, rel_value=value_table)) == product + wider + query_pairs * 20 // 8
     packed, starts = torch.randn(12, 2, 8), torch.tensor([0, 4, 8, 12])
     packing: Options = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 4, "max_seqlen_k": 4}
     assert flops(lambda: attend_varlen(packed, packed, packed, **packing)) == 2 * 2 * 2 * 12 * 4 * 8
-    on_grid, tables = 2 * 2 * 3 * 13 * 13 * 6, 2 * 2 * 3 * 13 * (4 + 3) * 6
-    assert flops(lambda: attend_grid(**grid_leaves(), **GRID)[0].sum().backward()) == 7 * on_grid + 4 * tables
+    on_grid, table_products = 2 * 2 * 3 * 13 * 13 * 6, 2 * 2 * 3 * 13 * (4 + 3) * 6
+    assert flops(lambda: attend_grid(**grid_leaves(), **GRID)[0].sum().backward()) == 7 * on_grid + 4 * table_products
 
 
 @pytest.mark.thorough
