@@ -298,9 +298,12 @@ def assert_table_gradient(name: str, actual: Tensor, inputs: Inputs, *, table: s
 
 
 def unlucky(
-    inputs: Inputs, golden: Callable[[Inputs], dict[str, Tensor]], reference: Callable[[Inputs], dict[str, Tensor]]
+    inputs: Inputs,
+    golden: Callable[[Inputs], dict[str, Tensor]],
+    reference: Callable[[Inputs], dict[str, Tensor]],
+    draws: int = 3,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The golden results, and results of plain torch that are as far off as in the worst of three draws.
+    """The golden results, and results of plain torch that are as far off as in the worst of some draws.
 
     How far off plain torch is at most depends on luck and on the processor, by up to twice. So it computes also inputs that are
     moved by a unit, in which all is rounded anew.
@@ -313,7 +316,7 @@ def unlucky(
         return tensor * (1 + torch.finfo(tensor.dtype).eps * steps).to(tensor.dtype)
 
     right, errors = golden(inputs), list[dict[str, Tensor]]()
-    for number in range(3):
+    for number in range(draws):
         generator = torch.Generator().manual_seed(number)
         changed = Inputs(*(moved(tensor, generator) for tensor in inputs)) if number else inputs  # type: ignore[arg-type]
         exact, found = golden(changed) if number else right, reference(changed)

@@ -108,8 +108,8 @@ def conformer(of: Encoder, ours: bool, dropout: float, dtype: torch.dtype) -> tu
     """One of NeMo on the device meta, and its input."""
     from tests.libraries.models import nemo
 
-    sizes = {"feat_in": longest.MEL, "n_layers": of.layers, "d_model": of.width, "n_heads": of.heads}
-    front = {"subsampling": "striding" if of.factor == 4 else "dw_striding", "subsampling_factor": of.factor}
+    sizes: dict[str, Any] = {"feat_in": longest.MEL, "n_layers": of.layers, "d_model": of.width, "n_heads": of.heads}
+    front: dict[str, Any] = {"subsampling": "striding" if of.factor == 4 else "dw_striding", "subsampling_factor": of.factor}
     model = nemo(**sizes, **front, subsampling_conv_channels=of.channels, dropout=dropout, dropout_att=dropout)
     if ours:
         assert enable(model)
