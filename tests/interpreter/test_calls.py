@@ -84,7 +84,8 @@ def test_calls(name: str, kind: str, limit: str, tiles: str, dtype: torch.dtype,
     with guarded() as launches, programs_in_order(ORDERS[len(name) % 2], seed=3):
         results = all_gradients(poisoned, TILES[tiles], **others)
     check_parts(number_of_parts(launches), limit, inputs, arguments, TILES[tiles])
-    assert all(launch.loads > 0 and launch.stores > 0 for launch in launches)
+    busy = {launch.kernel for launch in launches if launch.loads and launch.stores}
+    assert busy == {launch.kernel for launch in launches}  # a part of empty sequences stores nothing
     check_all(results, inputs, **arguments)
     contiguous = Inputs(*(None if tensor is None else tensor.contiguous() for tensor in inputs))  # type: ignore[arg-type]
     for result, exact in all_gradients(contiguous, TILES[tiles], **arguments).items():
