@@ -27,12 +27,13 @@ from triton_relattn.kernels.introspect import (
     Call,
     GridCall,
     architecture_of,
+    architectures,
     backward,
     forward,
     grid_backward,
     grid_forward,
-    queries_apart,
-    rows_of_program,
+    program_rows,
+    query_step,
     selection,
     tuning,
 )
@@ -49,7 +50,7 @@ def selected_for(target: str) -> Iterator[None]:
     answers = {"architecture": lambda _: target, "multiprocessors": lambda _: architecture_of(target).multiprocessors}
     with ExitStack() as stack:
         for name, answer in answers.items():
-            stack.enter_context(mock.patch.object(selection, name, answer))
+            stack.enter_context(mock.patch.object(architectures, name, answer))
         yield
 
 
@@ -100,7 +101,7 @@ def own_tile(kernel: str, config: selection.TileConfig, dtype: torch.dtype = tor
     """How many queries by how many keys or rows of a table a program adds to its sums in a turn of its loop."""
     if kernel != "dtable":
         return config.block_m, config.block_n
-    return config.block_m, rows_of_program(config.block_n, queries_apart(8 * dtype.itemsize))
+    return config.block_m, program_rows(config.block_n, query_step(8 * dtype.itemsize))
 
 
 def compiled(

@@ -27,7 +27,7 @@ from triton_relattn import RelativePositions, fused_relative_attention, fused_re
 from triton_relattn import _implementations as implementations
 from triton_relattn._core.spec import DIFFERENTIABLE
 from triton_relattn.kernels.call import Shape, Tile
-from triton_relattn.kernels.config.selection import TileConfig
+from triton_relattn.kernels.config.tile_config import TileConfig
 from triton_relattn.kernels.workspace import planning
 from triton_relattn.kernels.workspace.stored import Layout
 from triton_relattn.testing import Inputs

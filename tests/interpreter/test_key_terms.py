@@ -11,7 +11,7 @@ from tests.expected import assert_table_gradient, exact_results, table_gradient_
 from tests.interpreter.launch import OTHER, SMALL, all_gradients, check_every_term, tile
 from tests.tolerance import within
 from triton_relattn import RelativePositions
-from triton_relattn.kernels.config.selection import TileConfig
+from triton_relattn.kernels.config.tile_config import TileConfig
 from triton_relattn.testing import Inputs, make_inputs
 
 REGISTERS = {

@@ -10,7 +10,7 @@ import torch
 from tests.interpreter.launch import attend, check, check_every_term, resolve, run, selectable, tile
 from triton_relattn import RelativePositions
 from triton_relattn.kernels.backward import backward
-from triton_relattn.kernels.config.selection import TileConfig
+from triton_relattn.kernels.config.tile_config import TileConfig
 from triton_relattn.kernels.forward import forward
 from triton_relattn.testing import make_inputs
 

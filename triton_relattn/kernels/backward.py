@@ -20,11 +20,11 @@ from .bwd_dkv import dkv_kernel
 from .bwd_dp2c import dp2c_kernel
 from .bwd_dq import dq_kernel
 from .bwd_dtable import dtable_kernel
-from .call import Call, PerQuery, cdiv, contiguous, strided
-from .config.selection import TileConfig, until_it_fits
-from .delta import CONFIG, delta_kernel
-from .far_keys import launch_far_keys
-from .operands import aligned, with_aligned_operands, with_positive_scale
+from .call import Call, PerQuery, cdiv
+from .config.selection import until_it_fits
+from .config.tile_config import TileConfig
+from .delta import CONFIG, delta_kernel, launch_far_keys
+from .operands import aligned, contiguous, strided, with_aligned_operands, with_positive_scale
 from .workspace import planning
 from .workspace.stored import query_step
 from .workspace.table_sums import TableSums

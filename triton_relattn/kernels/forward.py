@@ -6,12 +6,12 @@ import triton.language as tl
 
 from .._core.dtypes import new_like
 from .._core.spec import AttentionSpec, AttentionTensors
-from .call import Call, cdiv, strided
-from .config.selection import TileConfig, until_it_fits
-from .delta import RESIDUAL_SCALE
-from .far_keys import launch_far_keys
+from .call import Call, cdiv
+from .config.selection import until_it_fits
+from .config.tile_config import TileConfig
+from .delta import RESIDUAL_SCALE, launch_far_keys
 from .logits import Keys, Queries, key_table, relative_terms, score_table, tile_logits, value_table
-from .operands import with_aligned_operands, with_positive_scale
+from .operands import strided, with_aligned_operands, with_positive_scale
 from .splits import launch_merge, number_of_splits, split_range
 from .tile.addressing import head_matrix, key_order, load_queries, load_rows, row_vector, store_rows, store_sides
 from .tile.band import add_tile, blocks_before

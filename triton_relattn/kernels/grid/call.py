@@ -10,9 +10,9 @@ import torch
 
 from ..._core.grids import GridTensors, grid_terms
 from ..._core.spec import AttentionSpec, AttentionTensors
-from ..call import Call, cdiv, strided
-from ..config.selection import TileConfig
-from ..operands import with_aligned_operands, with_positive_scale
+from ..call import Call, cdiv
+from ..config.tile_config import TileConfig
+from ..operands import strided, with_aligned_operands, with_positive_scale
 from .tile import Cut, Grid
 
 FEWEST_COLUMNS = 8

@@ -16,7 +16,7 @@ import torch
 
 from ..._core.spec import AttentionSpec, AttentionTensors
 from ..call import Call, cdiv
-from ..config import selection
+from ..config import architectures
 from ..config.tile_config import TileConfig
 from .stored import ALIGNMENT, Layout
 
@@ -115,7 +115,7 @@ def plan(call: Call, tensors: AttentionTensors, spec: AttentionSpec, dkv: TileCo
         call.heads // call.key_heads,
         query.element_size(),
         tensors.rel_value is not None,
-        selection.multiprocessors(query.device),
+        architectures.multiprocessors(query.device),
         most_bytes,
         usual,
     )
