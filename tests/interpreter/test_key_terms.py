@@ -75,17 +75,6 @@ def test_gradient_of_far_keys_in_float16(limit: str, monkeypatch: pytest.MonkeyP
     )
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("outside", ["full", "clamp", "zero"])
-@pytest.mark.parametrize("sharp", [False, True])
-def test_table_gradient_in_float16(outside: Any, sharp: bool) -> None:
-    """As good as dS rounded once and summed exactly, also of the end rows of a clamped table."""
-    positions = RelativePositions(-50, 50) if outside == "full" else RelativePositions(-4, 6, outside)
-    inputs = p2c_inputs((1, 2, 50, 45), positions.num_rows, dtype=torch.float16, sharp=sharp, per_head=sharp)
-    arguments: dict[str, Any] = {"positions": positions, "query_offset": 5, "rel_scale": 0.4 if sharp else None}
-    check_every_term(inputs, SMALL, **arguments)
-
-
 def test_sums_of_end_rows_are_float32() -> None:
     """Nearly all pairs have an end of the table, and their sums over keys may be large."""
     inputs = make_inputs(1, 1, 16, 400, 16, num_rows=3, rel_p2c=True, rel_key=False, dtype=torch.float16, seed=1)

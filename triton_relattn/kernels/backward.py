@@ -151,7 +151,7 @@ def _backward(
     d_query, d_rel_query = gradients["query"], gradients["rel_query"]
     if not plan.has_whole_heads:  # sums of several parts, in float32
         d_query, d_rel_query = (
-            None if each is None else torch.zeros_like(each, dtype=torch.float32) for each in (d_query, d_rel_query)
+            None if grad is None else torch.zeros_like(grad, dtype=torch.float32) for grad in (d_query, d_rel_query)
         )
     sums = TableSums(call, tensors, spec, gradients, tiles, plan) if wanted.intersection(TABLES) else None
     query_blocks = cdiv(spec.max_seqlen_q, tiles["dq"].block_m * step) * step

@@ -230,7 +230,7 @@ def save(path: Path, arch: str, row: selection.Row, comment: str) -> None:
     others = [other for other in selection.load(path, arch) if other.kind != row.kind]
     text = io.StringIO()
     text.write(f"# {comment}\n")
-    csv.writer(text, lineterminator="\n").writerows([selection.COLUMNS, *(each.cells() for each in (row, *others))])
+    csv.writer(text, lineterminator="\n").writerows([selection.COLUMNS, row.cells(), *(other.cells() for other in others)])
     content = text.getvalue().encode()
     selection.parse(content, arch)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")

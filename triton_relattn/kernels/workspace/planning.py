@@ -107,7 +107,7 @@ def plan(call: Call, tensors: AttentionTensors, spec: AttentionSpec, dkv: TileCo
     query, key, value = tensors.query, tensors.key, tensors.value
     most_bytes, usual = given_limit() if most_bytes is None else most_bytes, 0
     if most_bytes is None:
-        usual = max(USUAL_LIMIT, sum(each.numel() * each.element_size() for each in (query, key, value)))
+        usual = max(USUAL_LIMIT, sum(tensor.numel() * tensor.element_size() for tensor in (query, key, value)))
     return _plan(
         spec,
         dkv,
