@@ -285,10 +285,8 @@ class Call:
             rel_bias = rel_bias.contiguous()
         if mask is not None:
             mask = mask.expand(query.shape[0], self.heads, query.shape[2], key.shape[2])
-        operands = (
-            *(query, key, tensors.value, tensors.rel_query),
-            *(tensors.rel_key, tensors.rel_value, rel_bias, mask, tensors.rel_p2c),
-        )
+        value, rel_key, rel_value = tensors.value, tensors.rel_key, tensors.rel_value
+        operands = (query, key, value, tensors.rel_query, rel_key, rel_value, rel_bias, mask, tensors.rel_p2c)
         self.fixed = fixed(
             spec,
             self.arch,
