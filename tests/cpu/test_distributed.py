@@ -265,7 +265,7 @@ def check_dtensor_dropout(groups: dict[int, dist.ProcessGroup]) -> None:
             spread = spread_over(mesh, leaves, kinds)
             torch.manual_seed(7)
             results = out_and_grads(call, spread, distribute_tensor(d_out, mesh, placements), **others)
-            if Replicate() not in placements:  # else DTensor may cut what all ranks have
+            if len(sizes) == 2 and Replicate() not in placements:  # DTensor gathers a batch of two where four ranks share it
                 placed = [each.placements for each in results[: 4 if call is on_grid else 1]]
                 assert placed == [placements] * len(placed), "something is gathered on the way"
             for result, exact in zip(results, expected, strict=True):

@@ -1,4 +1,4 @@
-"""Which tile a kernel of a call gets, from the call to the configuration:
+"""Which tile a kernel of a call gets: that of the first row that fits the call, of the user's profile and of defaults.csv.
 
 1. ``call.py`` describes the call by its Kind: GPU, dtype, width, what its tables cover, and which terms it has.
 2. For each of its kernels ``select`` takes the first row that fits that kind and the call's length: from the user's profile of
