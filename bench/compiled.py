@@ -27,6 +27,7 @@ from triton_relattn.kernels.introspect import (
     Call,
     GridCall,
     architecture_of,
+    architectures,
     backward,
     forward,
     grid_backward,
@@ -49,7 +50,7 @@ def selected_for(target: str) -> Iterator[None]:
     answers = {"architecture": lambda _: target, "multiprocessors": lambda _: architecture_of(target).multiprocessors}
     with ExitStack() as stack:
         for name, answer in answers.items():
-            stack.enter_context(mock.patch.object(selection, name, answer))
+            stack.enter_context(mock.patch.object(architectures, name, answer))
         yield
 
 

@@ -122,14 +122,14 @@ def cut_tiles(patch: pytest.MonkeyPatch, tiles: Mapping[str, tuple[Any, ...]] | 
         rounds_terms: whether terms of tables are rounded to float16, as on a GPU; None: as by default.
     """
     from triton_relattn.kernels import call
-    from triton_relattn.kernels.config import selection
+    from triton_relattn.kernels.config import architectures, selection
 
     patch.setattr(call, "fixed", call.fixed.__wrapped__)
     if tiles is not None:
         configs = {name: selection.TileConfig(m, n, m // 16, 1, *others) for name, (m, n, *others) in tiles.items()}
         patch.setattr(selection, "select", lambda kernel, *_, **__: configs[kernel])
     if rounds_terms is not None:
-        patch.setattr(selection, "rounds_terms", lambda *_: rounds_terms)
+        patch.setattr(architectures, "rounds_terms", lambda *_: rounds_terms)
 
 
 @pytest.fixture(autouse=True)

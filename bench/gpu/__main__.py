@@ -44,7 +44,7 @@ except ModuleNotFoundError as error:
 from bench.report.rows import ROOT, in_one_line
 from bench.verbs.options import interpreted, some_of
 from triton_relattn._core.sizes import Parser
-from triton_relattn.kernels.introspect import selection
+from triton_relattn.kernels.introspect import architectures
 
 from . import checks, measurements, stub
 from .report import Outcome, Report, State
@@ -213,7 +213,7 @@ def run(options: argparse.Namespace) -> int:
     options.state = (options.state or options.results / "state").resolve()
     os.environ["TRITON_RELATTN_CACHE"] = str(options.state / "profiles")  # the defaults, whatever this machine's user has tuned
     with stub.without_a_gpu() if options.stub else contextlib.nullcontext():
-        options.arch = selection.architecture(torch.device("cuda"))
+        options.arch = architectures.architecture(torch.device("cuda"))
         signal.signal(signal.SIGTERM, interrupt)  # so that what a part has started ends with it
         options.results.mkdir(parents=True, exist_ok=True)
         if options.until is not None:

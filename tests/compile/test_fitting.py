@@ -16,7 +16,7 @@ from bench.cases.features import call
 from bench.compiled import Launch, recorded_launches, selected
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.config import selection
-from triton_relattn.kernels.config.selection import TileConfig
+from triton_relattn.kernels.config.tile_config import TileConfig
 from triton_relattn.kernels.forward import forward
 
 LENGTH, LIMIT = 512, 16_000

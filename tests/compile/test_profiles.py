@@ -14,14 +14,15 @@ import torch
 from triton_relattn._core import validation
 from triton_relattn._core.arguments import Arguments
 from triton_relattn.kernels.call import Call
-from triton_relattn.kernels.config import profiles, selection
-from triton_relattn.kernels.config.profiles import Conditions, Row
-from triton_relattn.kernels.config.selection import TileConfig
+from triton_relattn.kernels.config import selection
+from triton_relattn.kernels.config.selection import Kind, Row
+from triton_relattn.kernels.config.tile_config import KERNELS, TileConfig
+from triton_relattn.kernels.tuning import save
 
-ARCH, ROOT = "sm_90", Path(__file__).parents[2]
+ARCH = "sm_90"
 CONFIG, OTHER = TileConfig(32, 32, 8, 3, "scores", max_registers=128), TileConfig(16, 16, 2, 1, None)
-CONDITIONS = Conditions("forward", "16 bits", "wgmma", "64", "none", "no table", "bfloat16", "False", "512")
-ROW = Row(CONDITIONS, CONFIG, 0.5, 1.0)
+KIND = Kind("forward", "16 bits", "wgmma", "64", "none", "no table", "bfloat16", "False", "512")
+ROW = Row(KIND, CONFIG, 0.5, 1.0)
 HEADER = (
     "kernel,precision,unit,width,term_set,coverage,dtype,is_causal,length,"
     "block_m,block_n,num_warps,num_stages,carry,rotation,max_registers,milliseconds,default_milliseconds\n"
@@ -30,56 +31,52 @@ LINE = "forward,16 bits,wgmma,64,none,no table,bfloat16,False,512,32,32,8,3,scor
 
 
 @pytest.fixture(autouse=True)
-def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Profiles of the user and of the package that are this test's own."""
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A profile of the user that is this test's own."""
+    (tmp_path / "cache").mkdir()
     monkeypatch.setenv("TRITON_RELATTN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(selection, "PACKAGE_FOLDER", tmp_path / "tuned")
-    for folder in ("cache", "tuned"):
-        (tmp_path / folder).mkdir()
     selection.forget()
     yield
     selection.forget()
 
 
-def of_user() -> Path:
-    path: Path = profiles.user_profile_path(ARCH)
+def profile() -> Path:
+    path = selection.profile_path(ARCH)
+    assert path is not None
     return path
 
 
-def select(length: int | None = 100, **others: Any) -> TileConfig:
-    """Return the configuration of calls that have ROW's conditions."""
-    return selection.select("forward", ARCH, torch.bfloat16, 40, length=length, **others)
+def select(length: int | None = 100, kernel: str = "forward", **changes: str) -> TileConfig:
+    """Return the configuration of calls of ROW's kind, or of another."""
+    return selection.select(kernel, ARCH, KIND._replace(**changes), length)
 
 
 def load_quietly(path: Path) -> list[Row]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return list(profiles.load(path, ARCH))
+        return list(selection.load(path, ARCH))
 
 
 def test_a_file_is_read_and_written(tmp_path: Path) -> None:
-    """New rows stand above others, so that they serve their calls; rows with the same conditions are replaced."""
-    path, general = tmp_path / "folder" / "of" / "profile.csv", Row(Conditions(), OTHER)
+    """A new row stands above others, so that it serves its calls; one of the same kind is replaced."""
+    path, general = tmp_path / "folder" / "of" / "profile.csv", Row(Kind(), OTHER)
     assert load_quietly(path) == []
-    profiles.save(path, ARCH, [ROW], device="a GPU", commit=None)
-    assert path.read_text() == f"# device: a GPU, commit: None\n{HEADER}{LINE}" and load_quietly(path) == [ROW]
-    profiles.save(path, ARCH, [general, ROW._replace(config=OTHER)], date="yesterday")
-    profiles.save(path, ARCH, [ROW], date="today")
+    save(path, ARCH, ROW, "device: a GPU")
+    assert path.read_text() == f"# device: a GPU\n{HEADER}{LINE}" and load_quietly(path) == [ROW]
+    save(path, ARCH, ROW._replace(config=OTHER), "yesterday")
+    save(path, ARCH, general, "yesterday")
+    save(path, ARCH, ROW, "date: today")
     assert load_quietly(path) == [ROW, general] and path.read_text().startswith("# date: today\nkernel,")
 
 
 def test_the_user_s_row_wins() -> None:
-    """And then the package's, and then the default."""
-    default, of_package = select(), selection.PACKAGE_FOLDER / f"{ARCH}.csv"
-    assert default not in (CONFIG, OTHER)
-    profiles.save(of_package, ARCH, [ROW, ROW._replace(conditions=CONDITIONS._replace(is_causal="True"))])
-    assert select() == default  # read once
+    default = select()
+    save(profile(), ARCH, ROW, "")
+    assert select() == default != CONFIG  # read once
     selection.forget()
-    assert select() == CONFIG
-    profiles.save(of_user(), ARCH, [ROW._replace(config=OTHER)])
-    selection.forget()
-    assert (select(), select(512), select(is_causal=True)) == (OTHER, OTHER, CONFIG)
+    assert select() == select(512) == CONFIG
     assert select(length=None) == select(length=513) == default
+    assert select(is_causal="True") == select(length=None, is_causal="True")
 
 
 def test_the_first_row_that_fits_wins() -> None:
@@ -87,33 +84,31 @@ def test_the_first_row_that_fits_wins() -> None:
     default, header = select(length=None), selection.DEFAULTS.read_text().splitlines()[0]
     rows = ("forward,,,128,,,16,16,4,1,none,gather,", "forward,,,,,,32,32,4,2,scores,gather,", ",,,64,,,64,64,4,1,scores,gather,")
     text = "\n".join(("# by hand", "", header, rows[0], "# the others", *rows[1:]))
-    of_user().write_text(text, encoding="utf-8-sig")  # as a spreadsheet does
+    profile().write_text(text, encoding="utf-8-sig")  # as a spreadsheet does
     selection.forget()
     assert select() == select(length=10**6) == TileConfig(32, 32, 4, 2) != default == select(length=None)
-    assert selection.select("forward", ARCH, torch.float32, 80, "full", length=1) == TileConfig(16, 16, 4, 1, None)
-    assert selection.select("dq", ARCH, torch.float16, 64, "clamp", True, "rel_bias", 1) == TileConfig(64, 64, 4, 1)
-    of_dq = selection.select("dq", ARCH, torch.float16, 128, "clamp", length=1)
-    assert of_dq == selection.select("dq", ARCH, torch.float16, 128, "clamp")  # none fits
+    assert select(width="128", precision="ieee", dtype="float32") == TileConfig(16, 16, 4, 1, None)
+    assert select(kernel="dq", coverage="clamp", term_set="rel_bias") == TileConfig(64, 64, 4, 1)
+    assert select(kernel="dq", width="128") == select(None, "dq", width="128")  # none fits
 
 
-def test_conditions_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kinds_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Widths are padded, float32 is told from TF32, and float16 from bfloat16: their kernels differ."""
-    kind = selection.Kind(ARCH, torch.bfloat16, 40, "no table", False, None)
-    assert selection.conditions("forward", kind, 100) == CONDITIONS
-    assert selection.conditions("forward", kind._replace(dtype=torch.float16), 100) == CONDITIONS._replace(dtype="float16")
-    kind = selection.Kind(ARCH, torch.float32, 80, "zero", True, "rel_bias")
+    assert selection.call_kind(ARCH, torch.bfloat16, 40) == KIND._replace(kernel="", length="")
+    assert selection.call_kind(ARCH, torch.float16, 40) == KIND._replace(kernel="", length="", dtype="float16")
     for precision, name in (("highest", "ieee"), ("high", "tf32")):
         monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda precision=precision: precision)
-        expected = ("dq", name, "wgmma", "128", "rel_bias", "zero", "float32", "True", "8192")
-        assert selection.conditions("dq", kind, 3000) == expected
+        kind = selection.call_kind(ARCH, torch.float32, 80, "zero", True, "rel_bias")
+        assert kind == Kind("", name, "wgmma", "128", "rel_bias", "zero", "float32", "True")
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(100, 600), (600, 100)])
 def test_a_call_is_served_by_its_longest_sequence(queries: int, keys: int) -> None:
     query, key = torch.empty(1, 2, queries, 64, dtype=torch.bfloat16), torch.empty(1, 2, keys, 64, dtype=torch.bfloat16)
     resolved = validation.resolve(Arguments(query, key, key, torch.empty(33, 64, dtype=torch.bfloat16), scale=0.1))
-    profiles.save(of_user(), ARCH, [Row(Conditions(length="512"), OTHER), Row(Conditions(length="2048"), CONFIG)])
-    assert {Call(*resolved, arch=ARCH).tile(kernel) for kernel in selection.KERNELS} == {CONFIG}
+    for row in (Row(Kind(length="2048"), CONFIG), Row(Kind(length="512"), OTHER)):
+        save(profile(), ARCH, row, "")
+    assert {Call(*resolved, arch=ARCH).tile(kernel) for kernel in KERNELS} == {CONFIG}
 
 
 def changed(old: str, new: str) -> bytes:
@@ -145,10 +140,9 @@ BAD = {
 
 
 def assert_warns_once(path: Path, reason: str) -> None:
-    """Assert that the user's profile at path is ignored, with one warning, and that the package's still counts."""
-    profiles.save(selection.PACKAGE_FOLDER / f"{ARCH}.csv", ARCH, [ROW])
+    """Assert that the user's profile at path is ignored, with one warning: calls take the default."""
     with pytest.warns(RuntimeWarning) as caught:
-        assert [select(), select(), select(length=1000)] == [CONFIG, CONFIG, select(length=None)]
+        assert {select(), select(), select(length=1000)} == {select(length=None)}
     (warning,) = caught
     message = str(warning.message)
     assert message.startswith(f"{path} is ignored: ") and reason in message and len(message) < 700, message
@@ -156,20 +150,20 @@ def assert_warns_once(path: Path, reason: str) -> None:
 
 @pytest.mark.parametrize(("content", "reason"), BAD.values(), ids=BAD)
 def test_bad_files(content: bytes, reason: str) -> None:
-    path = of_user()
+    path = profile()
     path.write_bytes(content)
     assert_warns_once(path, reason)
     with pytest.warns(RuntimeWarning, match="is ignored"):
-        profiles.save(path, ARCH, [ROW])
+        save(path, ARCH, ROW, "")
     assert load_quietly(path) == [ROW]
 
 
 def test_files_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder in the file's place, and a file of somebody else."""
-    of_user().mkdir()
-    assert_warns_once(of_user(), "directory")
+    profile().mkdir()
+    assert_warns_once(profile(), "directory")
     selection.forget()
-    read, path = Path.read_bytes, of_user()
+    read, path = Path.read_bytes, profile()
 
     def denied(file: Path) -> bytes:
         if file == path:
@@ -183,12 +177,12 @@ def test_files_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("folder", ["/dev/null/folder", "/proc/1/nothing", "a\0b"], ids=repr)
 def test_a_folder_that_cannot_be(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls take the default."""
-    monkeypatch.setattr(profiles, "cache_folder", lambda: Path(folder))
+    monkeypatch.setattr(selection, "cache_folder", lambda: Path(folder))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert select() == select(length=None)
     with pytest.raises((OSError, ValueError)):
-        profiles.save(of_user(), ARCH, [ROW])
+        save(profile(), ARCH, ROW, "")
 
 
 @pytest.mark.parametrize(
@@ -211,8 +205,8 @@ def test_where_the_user_s_profiles_are(
         monkeypatch.setenv(name, value)
     if not home:
         monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-    monkeypatch.setattr(profiles.triton, "__version__", "3.10.2+rocm")
-    path = profiles.user_profile_path(ARCH)
+    monkeypatch.setattr(selection.triton, "__version__", "3.10.2+rocm")
+    path = selection.profile_path(ARCH)
     assert path == (None if expected is None else Path(expected, "profile-sm_90-triton-3.10.csv"))
     assert select() == select(length=None)
 
@@ -223,11 +217,11 @@ def fails(*_: Any) -> None:
 
 def test_a_failed_save_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "profile.csv"
-    profiles.save(path, ARCH, [ROW])
+    save(path, ARCH, ROW, "")
     before, files = path.read_bytes(), set(tmp_path.iterdir())
     monkeypatch.setattr(os, "replace", fails)
     with pytest.raises(OSError, match="no space left"):
-        profiles.save(path, ARCH, [ROW._replace(config=OTHER)])
+        save(path, ARCH, ROW._replace(config=OTHER), "")
     assert path.read_bytes() == before and set(tmp_path.iterdir()) == files
 
 
@@ -243,5 +237,5 @@ def test_a_failed_save_changes_nothing(tmp_path: Path, monkeypatch: pytest.Monke
 def test_what_no_gpu_can_serve_is_not_saved(arch: str, config: TileConfig, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "profile.csv"
     with pytest.raises(ValueError, match=reason):
-        profiles.save(path, arch, [Row(Conditions(kernel="forward", coverage="no table"), config)])
+        save(path, arch, Row(Kind(kernel="forward", coverage="no table"), config), "")
     assert not path.exists()

@@ -17,7 +17,7 @@ import triton
 from bench.compile import KernelCase, used_by
 from bench.compiled import Resources
 from bench.report.text import table
-from triton_relattn.kernels.config.selection import TileConfig
+from triton_relattn.kernels.config.tile_config import TileConfig
 
 VERSION = ".".join(triton.__version__.split(".")[:2])
 HAS_FIGURES = VERSION == "3.7"

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from triton_relattn.kernels.config import selection
+from triton_relattn.kernels.config.architectures import rounds_terms
 
 
 def test_rounded_terms() -> None:
     """Terms are rounded to float16 only beside bfloat16: in float16 the gradient of a table would break the error rule by it."""
-    assert selection.rounds_terms("sm_90", torch.bfloat16)
-    assert not any(selection.rounds_terms("sm_90", dtype) for dtype in (torch.float16, torch.float32))
+    assert rounds_terms("sm_90", torch.bfloat16)
+    assert not any(rounds_terms("sm_90", dtype) for dtype in (torch.float16, torch.float32))
 
 
 def test_unknown_architectures(caplog: pytest.LogCaptureFixture) -> None:
@@ -20,7 +21,7 @@ def test_unknown_architectures(caplog: pytest.LogCaptureFixture) -> None:
         caplog.clear()
         for kernel in selection.KERNELS:
             for width in (64, 128, 256):
-                config = selection.select(kernel, arch, torch.bfloat16, width, "full")
+                config = selection.select(kernel, arch, selection.call_kind(arch, torch.bfloat16, width, "full"))
                 assert max(config.block_m, config.block_n) <= 64 and config.rotation == "gather"
                 assert config.why_invalid(arch, True, kernel) is None
         assert [record.getMessage() for record in caplog.records] == [
@@ -36,7 +37,7 @@ def test_who_rotates_how(arch: str) -> None:
         for kernel in ("forward", "dkv"):  # the others have nothing to rotate by exchanges
             for width in (64, 128):
                 for coverage in ("full", "clamp", "zero"):
-                    config = selection.select(kernel, arch, dtype, width, coverage)
+                    config = selection.select(kernel, arch, selection.call_kind(arch, dtype, width, coverage))
                     found.setdefault(dtype, set()).add(config.rotation)
     if arch in ("sm_100", "gfx942", "interpreter"):
         assert found == {dtype: {"gather"} for dtype in found}

@@ -17,7 +17,7 @@ from bench.report.rows import in_one_line
 from tools.emulator.device import Emulated, emulated
 from triton_relattn import _implementations as implementations
 from triton_relattn.kernels.config import selection
-from triton_relattn.kernels.config.selection import TileConfig
+from triton_relattn.kernels.config.tile_config import TileConfig
 from triton_relattn.kernels.workspace import planning
 
 from .calls import SMALL_WORKSPACE, Call, build

@@ -9,7 +9,7 @@ import torch
 
 from triton_relattn import RelativePositions
 from triton_relattn._core.spec import TABLES
-from triton_relattn.kernels.config.selection import TileConfig
+from triton_relattn.kernels.config.tile_config import TileConfig
 from triton_relattn.testing import Inputs, make_inputs
 
 POSITIONS = {

@@ -21,9 +21,10 @@ from triton_relattn._core.spec import DIFFERENTIABLE, TABLES, AttentionSpec, Att
 from triton_relattn._reference import reference_attention
 from triton_relattn.kernels import call as of_launches
 from triton_relattn.kernels.backward import backward
-from triton_relattn.kernels.config import selection
-from triton_relattn.kernels.config.selection import TileConfig
+from triton_relattn.kernels.config import architectures, selection
+from triton_relattn.kernels.config.tile_config import TileConfig
 from triton_relattn.kernels.forward import forward
+from triton_relattn.kernels.operands import needs_wide_index
 from triton_relattn.testing import Inputs, assert_within_budget, forward_backward
 
 GRADIENTS = tuple(f"d_{name}" for name in DIFFERENTIABLE)
@@ -108,7 +109,7 @@ def all_gradients(
 
 def selectable(kernel: str) -> list[TileConfig]:
     """Every default configuration of a kernel but for what means nothing here: stages, registers, and for the gather warps."""
-    rows = (row for row in selection.defaults() if row.conditions.kernel in ("", kernel) and row.conditions.term_set != "grid")
+    rows = (row for row in selection.defaults() if row.kind.kernel in ("", kernel) and row.kind.term_set != "grid")
     found = set()
     for row in rows:
         warps = 4 if row.config.rotation == "gather" else row.config.num_warps
@@ -118,13 +119,13 @@ def selectable(kernel: str) -> list[TileConfig]:
 
 def round_terms(monkeypatch: pytest.MonkeyPatch, rounded: bool) -> None:
     """Let the kernels round terms to float16, or not, whatever the inputs are; nothing is kept of earlier calls' decisions."""
-    monkeypatch.setattr(selection, "rounds_terms", lambda *_: rounded)
+    monkeypatch.setattr(architectures, "rounds_terms", lambda *_: rounded)
     monkeypatch.setattr(of_launches, "fixed", of_launches.fixed.__wrapped__)
 
 
 def has_wide_index(tensor: torch.Tensor) -> bool:
     """Whether offsets within a tile of its rows exceed 31 bits."""
-    return selection.needs_wide_index(tensor.shape, tensor.stride())
+    return needs_wide_index(tensor.shape, tensor.stride())
 
 
 # The rules for results.

@@ -26,7 +26,7 @@ def largest(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
 
     def refuse(call: Call, name: str, kernel: Any, config: Any, *others: Any, **options: Any) -> None:
         if config.block_m > limits.get(name, config.block_m):  # that of the delta kernel is fixed
-            selection.take_smaller(name, call.kind, call.selected[name], OutOfResources(99, 1, "shared memory"))
+            selection.take_smaller(name, call.arch, call.kind, call.selected[name], OutOfResources(99, 1, "shared memory"))
         launch(call, name, kernel, config, *others, **options)
 
     monkeypatch.setattr(Call, "launch", refuse)
@@ -46,6 +46,6 @@ def test_results_in_smaller_configurations(dtype: torch.dtype, positions: Relati
     arguments |= {"query_offset": 13} | ({} if dtype == torch.float32 else {"scale": 0.02, "rel_scale": 0.25})
     with pytest.warns(RuntimeWarning, match="does not fit this GPU"):
         check_every_term(inputs, None, **arguments)
-    replaced = {kernel for kernel, _, _ in selection._smaller}
+    replaced = {kind.kernel for _, kind, _ in selection._smaller}
     # With so few queries those that read dS may have smaller tiles than their configurations say; see backward.shortened.
     assert replaced | {"dq", "dtable"} == set(largest)

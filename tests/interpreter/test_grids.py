@@ -15,7 +15,7 @@ from triton_relattn import append_decomposed_positions, decomposed_relative_atte
 from triton_relattn._core.dropout import origins_of
 from triton_relattn._core.grids import GridTensors
 from triton_relattn.kernels.config import selection
-from triton_relattn.kernels.config.selection import TileConfig
+from triton_relattn.kernels.config.tile_config import TileConfig
 from triton_relattn.kernels.grid.backward import backward
 from triton_relattn.kernels.grid.call import GridCall
 from triton_relattn.kernels.grid.forward import forward

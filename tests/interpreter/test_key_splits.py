@@ -12,7 +12,7 @@ from tests.interpreter.launch import SMALL, check, check_every_term, resolve
 from tests.tolerance import assert_near
 from triton_relattn import RelativePositions
 from triton_relattn.kernels import splits as key_splits
-from triton_relattn.kernels.config import selection
+from triton_relattn.kernels.config import architectures
 from triton_relattn.kernels.forward import forward
 from triton_relattn.testing import Inputs, make_inputs
 
@@ -21,7 +21,7 @@ from triton_relattn.testing import Inputs, make_inputs
 def splits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Make the device large and 16 keys enough for a program; return the numbers of splits, which grow as calls are made."""
     monkeypatch.setattr(key_splits, "LEAST_KEYS", 16)
-    monkeypatch.setattr(selection, "multiprocessors", lambda _: 40)
+    monkeypatch.setattr(architectures, "multiprocessors", lambda _: 40)
     numbers: list[int] = []
     original = key_splits.launch_merge
 

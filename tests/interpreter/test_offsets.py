@@ -24,8 +24,8 @@ from triton_relattn._core import validation
 from triton_relattn._core.arguments import Arguments
 from triton_relattn._core.spec import DIFFERENTIABLE
 from triton_relattn.kernels.backward import backward
-from triton_relattn.kernels.config import selection
-from triton_relattn.kernels.config.selection import TileConfig
+from triton_relattn.kernels.config import architectures, selection
+from triton_relattn.kernels.config.tile_config import TileConfig
 from triton_relattn.kernels.forward import forward
 from triton_relattn.testing import make_inputs
 
@@ -197,7 +197,9 @@ def test_results_are_the_same(
     apart: Apart, sizes: tuple[int, int, int, int, int, int, int], packed: bool, p2c: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit, whatever the strides. Sums of P of each query, and the kernel of far keys, are only for clamped tables."""
-    monkeypatch.setattr(selection, "multiprocessors", lambda _: 100)  # a partial sum of a table's gradient for each batch entry
+    monkeypatch.setattr(
+        architectures, "multiprocessors", lambda _: 100
+    )  # a partial sum of a table's gradient for each batch entry
     block = 128 if apart is TILES else 16
     expected = results(*sizes, packed=packed, block=block, p2c=p2c)
     with launched(apart) as kept:

@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.expected import exact_results
 from tests.interpreter.launch import attend, resolve
 from tests.samples import in_memory_order, with_different_strides
-from tests.tolerance import assert_gradients_close_fp32
 from triton_relattn._core.residual import keeps_residual
 from triton_relattn._core.spec import DIFFERENTIABLE
 from triton_relattn.testing import Inputs, forward_backward, make_inputs
@@ -76,24 +74,6 @@ def test_fakes_have_the_real_shapes_and_strides(case: str, wanted: tuple[bool, .
         assert operator is BACKWARD or (reals[3].numel() > 0) == (case == "keeps the residual")
         for fake, real in zip(fakes, reals, strict=True):
             assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
-
-
-def test_second_derivative_names_the_operator() -> None:
-    leaves = [tensor.detach().requires_grad_() for tensor in INPUTS[:4] if tensor is not None]
-    out, _ = attend(*leaves)
-    (d_query,) = torch.autograd.grad(out, leaves[0], INPUTS.d_out, create_graph=True)
-    with pytest.raises(RuntimeError, match="triton_relattn::attention_backward cannot be differentiated"):
-        d_query.square().sum().backward()
-
-
-def test_under_torch_func() -> None:
-    def loss(rel_key: torch.Tensor) -> torch.Tensor:
-        out, lse = attend(*INPUTS[:3], rel_key)
-        return (out * INPUTS.d_out).sum() + (lse * INPUTS.d_lse).sum()
-
-    golden = exact_results(INPUTS)["d_rel_key"]
-    assert golden is not None and INPUTS.rel_key is not None
-    assert_gradients_close_fp32("d_rel_key", torch.func.grad(loss)(INPUTS.rel_key), golden, [golden])
 
 
 def test_deterministic_algorithms() -> None:

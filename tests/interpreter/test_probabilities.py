@@ -19,7 +19,7 @@ from triton_relattn import RelativePositions
 from triton_relattn._reference import reference_attention
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.config import selection
-from triton_relattn.kernels.config.selection import TileConfig
+from triton_relattn.kernels.config.tile_config import TileConfig
 from triton_relattn.kernels.forward import forward
 from triton_relattn.testing import Inputs, assert_within_budget, forward_backward, last_place, make_inputs
 

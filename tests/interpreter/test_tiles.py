@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.interpreter.launch import attend, check, check_every_term, resolve, run, selectable, tile
+from tests.interpreter.launch import attend, check, check_every_term, run, selectable, tile
 from triton_relattn import RelativePositions
-from triton_relattn.kernels.backward import backward
-from triton_relattn.kernels.config.selection import TileConfig
-from triton_relattn.kernels.forward import forward
+from triton_relattn.kernels.config.tile_config import TileConfig
 from triton_relattn.testing import make_inputs
 
 SMALL = {"forward": tile(32, 16), "dq": tile(32, 16), "dkv": tile(32, 32), "dtable": tile(32, 32)}
@@ -97,25 +95,6 @@ def test_tiles_at_the_borders_of_a_table(
     for seed, (first, last, offset) in enumerate(BORDERS):
         inputs = make_inputs(1, 1, 51, 59, 16, num_rows=last - first + 1, dtype=torch.float32, seed=seed)
         check_every_term(inputs, tiles, positions=RelativePositions(first, last), query_offset=offset, is_causal=is_causal)
-
-
-@pytest.mark.usefixtures("guarded_kernels")
-@pytest.mark.parametrize("outside", ["clamp", "zero"])
-def test_lengths_beyond_the_keys_are_limited(outside: Any) -> None:
-    """A GPU's key_lengths are not checked: the kernels limit them to [0, Nk] instead of reading beyond the keys."""
-    inputs = make_inputs(2, 1, 40, 21, 16, num_rows=9, dtype=torch.float32, seed=4)
-    tensors, spec = resolve(inputs, positions=RelativePositions(-4, 4, outside))
-
-    def results(*lengths: int) -> list[torch.Tensor]:
-        limited = tensors._replace(key_lengths=torch.tensor(lengths))
-        out, lse, softmax_stats, _ = forward(limited, spec, SMALL["forward"])
-        gradients = backward(inputs.d_out, inputs.d_lse, out, softmax_stats, limited, spec, tiles=SMALL)
-        return [out, lse, *(gradient for gradient in gradients if gradient is not None)]
-
-    found = results(1000, -7)
-    assert len(found) == 6
-    for result, expected in zip(found, results(21, 0), strict=True):
-        assert expected.any() and torch.equal(result, expected)
 
 
 def test_invalid_configuration() -> None:

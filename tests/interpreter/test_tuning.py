@@ -15,10 +15,10 @@ from triton_relattn._core import validation
 from triton_relattn._core.arguments import Arguments
 from triton_relattn.kernels import tuning
 from triton_relattn.kernels.call import Call
-from triton_relattn.kernels.config import profiles, selection
-from triton_relattn.kernels.config.tile_config import TileConfig
+from triton_relattn.kernels.config import selection
+from triton_relattn.kernels.config.tile_config import KERNELS, TileConfig
 
-DEFAULT = selection.select("forward", "interpreter", torch.float32, 16, "full")
+DEFAULT = selection.select("forward", "interpreter", selection.call_kind("interpreter", torch.float32, 16, "full"))
 OTHERS = [TileConfig(32, 16, 4, 1), TileConfig(16, 32, 4, 1), TileConfig(16, 16, 4, 1)]
 
 
@@ -69,7 +69,7 @@ def test_the_fastest_right_one_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for length, expected in ((40, best), (600, DEFAULT)):
         tensors, terms = call_of(length)
         assert Call(*validation.resolve(Arguments(*tensors, **terms))).tile("forward") == expected
-    (row,) = profiles.load(tuning.profile_of(torch.device("cpu")), "interpreter")
+    (row,) = selection.load(tuning.profile_of(torch.device("cpu")), "interpreter")
     assert (row.milliseconds, row.default_milliseconds) == (5.0, 10.0)
     with_times(monkeypatch, {DEFAULT: 10.0, OTHERS[0]: 9.9})  # a gain within noise is none
     (found,) = tuning.tune(*call_of()[0])
@@ -94,9 +94,9 @@ def test_every_kernel_of_a_call(monkeypatch: pytest.MonkeyPatch, changes: dict[s
     reported: list[tuning.Tuned] = []
     found = tuning.tune(*tensors, **terms, **arguments, dropout_p=0.5, most=1, report=reported.append)
     assert reported == found and {each.tried for each in found} == {2}
-    assert {"forward", "dkv", "dtable"} <= {each.kernel for each in found} <= set(selection.KERNELS)
+    assert {"forward", "dkv", "dtable"} <= {each.kernel for each in found} <= set(KERNELS)
     assert ("dp2c" in {each.kernel for each in found}) == ("rel_p2c" in changes)
-    assert {row.conditions.kernel for row in profiles.load(tuning.profile_of(torch.device("cpu")), "interpreter")} == {
+    assert {row.kind.kernel for row in selection.load(tuning.profile_of(torch.device("cpu")), "interpreter")} == {
         each.kernel for each in found
     }
 
@@ -130,6 +130,6 @@ def test_tensors_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, _ = call_of()
     with pytest.raises(RuntimeError, match="only a GPU can be tuned, and query is on cpu"):
         tuning.tune(*tensors)
-    monkeypatch.setattr(profiles, "user_profile_path", lambda _: None)
+    monkeypatch.setattr(selection, "profile_path", lambda _: None)
     with pytest.raises(OSError, match="TRITON_RELATTN_CACHE"):
         tuning.profile_of(torch.device("cpu"))

@@ -20,11 +20,11 @@ from .bwd_dkv import dkv_kernel
 from .bwd_dp2c import dp2c_kernel
 from .bwd_dq import dq_kernel
 from .bwd_dtable import dtable_kernel
-from .call import Call, PerQuery, cdiv, contiguous, strided
-from .config.selection import TileConfig, until_it_fits
-from .delta import CONFIG, delta_kernel
-from .far_keys import launch_far_keys
-from .operands import aligned, with_aligned_operands, with_positive_scale
+from .call import Call, PerQuery, cdiv
+from .config.selection import until_it_fits
+from .config.tile_config import TileConfig
+from .delta import CONFIG, delta_kernel, launch_far_keys
+from .operands import aligned, contiguous, strided, with_aligned_operands, with_positive_scale
 from .workspace import planning
 from .workspace.stored import query_step
 from .workspace.table_sums import TableSums
@@ -151,7 +151,7 @@ def _backward(
     d_query, d_rel_query = gradients["query"], gradients["rel_query"]
     if not plan.has_whole_heads:  # sums of several parts, in float32
         d_query, d_rel_query = (
-            None if each is None else torch.zeros_like(each, dtype=torch.float32) for each in (d_query, d_rel_query)
+            None if grad is None else torch.zeros_like(grad, dtype=torch.float32) for grad in (d_query, d_rel_query)
         )
     sums = TableSums(call, tensors, spec, gradients, tiles, plan) if wanted.intersection(TABLES) else None
     query_blocks = cdiv(spec.max_seqlen_q, tiles["dq"].block_m * step) * step

@@ -13,12 +13,14 @@ from triton.runtime.errors import OutOfResources
 
 from .._core.dropout import keep_scale, largest_dropped
 from .._core.spec import TABLES, AttentionSpec, AttentionTensors
-from .config import selection
-from .config.tile_config import MAX_BLOCK
+from .config import architectures, selection
+from .config.selection import padded_width
+from .config.tile_config import MAX_BLOCK, TileConfig
 from .launching import described, launch
+from .operands import Extent, Strided, contiguous, extent, needs_wide_index, per_head, strided
 
-Strided = tuple[torch.Tensor, tuple[int, ...]]
 SMALLEST_SCALE = 2.0**-60
+LARGEST_TERM = 2000.0  # of a logit, that float16 must hold if terms are rounded; with the usual scale widths up to 1,024 do
 MOST_QUERIES = 8 * MAX_BLOCK  # between the first and the last of a tile, whose queries need not be neighbours; see stored.py
 
 # No field of a group of arguments may have the name of an attribute of Triton's own tuple: above all not values or type. Groups
@@ -60,7 +62,7 @@ class Operands(NamedTuple):
     rel_bias: Strided | None
     attn_mask: Strided | None
     rel_p2c: Strided | None
-    far_keys: Strided | None = None  # (B, H, 2, Nk): terms of the keys with the end rows of rel_p2c; far_keys.py
+    far_keys: Strided | None = None  # (B, H, 2, Nk): terms of the keys with the end rows of rel_p2c; delta.py
 
 
 class PerQuery(NamedTuple):
@@ -125,32 +127,19 @@ class Dropout(NamedTuple):
     origins: torch.Tensor | None = None  # (B, 1, 4): as what sequence, first head, first query and first key count
 
 
-def contiguous(vector: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a vector as the kernels take it: its elements side by side."""
-    return None if vector is None else vector.contiguous()
-
-
-def strided(tensor: torch.Tensor | None) -> Strided | None:
-    """Return a tensor as the kernels take it, with its strides."""
-    return None if tensor is None else (tensor, tensor.stride())
-
-
-def per_head(strides: tuple[int, ...] | None, rank: int) -> tuple[int, ...] | None:
-    """Return the strides of a table as of (1, heads, R, ...): 0 between heads that share it. rank: its dimensions if shared."""
-    return None if strides is None else (0,) * (2 + rank - len(strides)) + strides
-
-
-Layout = tuple[torch.Size, tuple[int, ...]] | None
-
-
-def layout(tensor: torch.Tensor | None) -> Layout:
-    """Return the shape and the strides of a tensor."""
-    return None if tensor is None else (tensor.shape, tensor.stride())
-
-
 def cdiv(length: int, block: int) -> int:
     """Return how many blocks cover a length. (triton.cdiv, called by the host, takes as long as a tensor's allocation.)"""
     return -(-length // block)
+
+
+def float16_holds_terms(scale: float) -> bool:
+    """Return whether float16 can hold the terms of a call, which are divided by its scale.
+
+    It must not limit a term of a logit up to LARGEST_TERM. And what is left of small terms, where float16 has no normal numbers,
+    must change a logit by no more than rounding a term of 1 does. A scale of 0, for attention by position alone, fails the first.
+    """
+    info = torch.finfo(torch.float16)
+    return LARGEST_TERM <= info.max * scale and info.smallest_normal * scale <= 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,12 +149,10 @@ class Fixed:
 
     kind: selection.Kind
     shape: Shape
+    tile: Tile  # without what a configuration says; see kernel_tile
     window: tuple[int | None, int | None]
-    largest_dropped: int
-    keep_scale: float
+    dropout: Dropout  # without tensors
     scaling: Scaling
-    round_terms: bool
-    precision: str
     strides: tuple[tuple[int, ...] | None, ...]  # of Operands
     compiled: dict[Any, Any] = field(default_factory=dict)  # kernels of earlier launches; see launching.py
 
@@ -174,15 +161,16 @@ class Fixed:
 def fixed(
     spec: AttentionSpec,
     arch: str,
-    input_precision: str,
+    precision: str,
     dtype: torch.dtype,
     has_one_offset: bool,
-    operands: tuple[Layout, ...],
-    others: tuple[Layout, ...],
+    operands: tuple[Extent, ...],
+    others: tuple[Extent, ...],
 ) -> Fixed:
     """Compute what does not depend on the values of tensors.
 
     Args:
+        precision: of float32 products; see architectures.input_precision.
         operands: in the order of Operands.
         others: further tensors that kernels address by batch entry, head and row.
     """
@@ -191,83 +179,83 @@ def fixed(
     (_, num_heads, _, head_dim), key_heads, value_dim = query[0], key[0][1], value[0][-1]
     rel_dim = (rel_query or query)[0][-1]
     widths = head_dim, value_dim, rel_dim
-    tables = {
-        name: table for name, table in zip(TABLES, (rel_key, rel_value, rel_bias, rel_p2c), strict=True) if table is not None
-    }
-    coverage = spec.coverage(has_one_offset) if tables else "no table"
-    term_set = None
+    tables = dict(zip(TABLES, (rel_key, rel_value, rel_bias, rel_p2c), strict=True))
+    coverage = spec.coverage(has_one_offset) if any(tables.values()) else "no table"
     if rel_value is not None:
         term_set = "rel_value"
     elif rel_p2c is not None:
         term_set = "rel_p2c"
     elif rel_query is not None:
-        narrow = selection.padded_width(rel_dim) < selection.padded_width(head_dim)
-        term_set = "narrow rel_query" if narrow else "rel_query"
+        term_set = "narrow rel_query" if padded_width(rel_dim) < padded_width(head_dim) else "rel_query"
     elif rel_bias is not None:
         term_set = "rel_key and rel_bias" if rel_key is not None else "rel_bias"
-    kind = selection.Kind(arch, dtype, max(widths), coverage, spec.window_right >= 0, term_set)
+    else:
+        term_set = "none"
+    kind = selection.call_kind(arch, dtype, max(widths), coverage, spec.window_right >= 0, term_set)
 
     # How many rows a tile's offsets go through decides whether 32 bits hold them.
     rows = [(tensor, MOST_QUERIES) for tensor in (query, rel_query, *others)] + [(key, MAX_BLOCK), (value, MAX_BLOCK)]
-    rows += [(table, table[0][-2] + MAX_BLOCK) for name, table in tables.items() if name != "rel_bias"]
-    wide_index = any(tensor is not None and selection.needs_wide_index(*tensor, most) for tensor, most in rows)
+    rows += [(table, table[0][-2] + MAX_BLOCK) for name, table in tables.items() if table is not None and name != "rel_bias"]
+    wide_index = any(tensor is not None and needs_wide_index(*tensor, most) for tensor, most in rows)
     wide_index |= num_heads * max(widths) * MOST_QUERIES >= 2**31  # of what is allocated for the results
-    shape = Shape(num_heads // max(key_heads, 1), *widths, *map(selection.padded_width, widths), wide_index)
+    shape = Shape(num_heads // max(key_heads, 1), *widths, *map(padded_width, widths), wide_index)
 
     # Scores are logits divided by scale, so 0 is replaced by a number so small that q.k vanishes beside the other terms.
     scale = spec.scale if abs(spec.scale) > SMALLEST_SCALE else SMALLEST_SCALE
     rel_scale = spec.rel_scale / scale
-    is_scaled = (rel_key is not None or rel_p2c is not None) and rel_scale != 1
-    scaling = Scaling(scale / math.log(2), rel_scale if is_scaled else None, 1 / scale, spec.softcap)
-    round_terms = selection.rounds_terms(arch, dtype) and selection.float16_holds_terms(scale)
+    has_scale = (rel_key is not None or rel_p2c is not None) and rel_scale != 1
+    scaling = Scaling(scale / math.log(2), rel_scale if has_scale else None, 1 / scale, spec.softcap)
+    round_terms = architectures.rounds_terms(arch, dtype) and float16_holds_terms(scale)
 
-    strides = dict(zip(Operands._fields, (None if each is None else each[1] for each in operands), strict=False))
+    value_tile = Tile(0, 0, coverage=coverage, precision=precision, width=value_dim, block_width=shape.block_dv, has_matrix=True)
+    key_tile = None
+    if rel_p2c is not None:
+        key_tile = value_tile._replace(round_terms=round_terms, width=head_dim, block_width=shape.block_d, has_scale=has_scale)
+    tile = Tile(
+        0,
+        0,
+        round_terms=round_terms and rel_key is not None,  # a bias alone is not rounded
+        coverage=coverage,
+        precision=precision,
+        width=rel_dim,
+        block_width=shape.block_dr,
+        has_matrix=rel_key is not None,
+        has_bias=rel_bias is not None,
+        has_scale=has_scale and rel_key is not None,
+        value_tile=value_tile,
+        key_tile=key_tile,
+    )
+
+    strides = {name: None if tensor is None else tensor[1] for name, tensor in zip(Operands._fields, operands, strict=False)}
     for name in TABLES:
         strides[name] = per_head(strides[name], rank=1 if name == "rel_bias" else 2)
     window = (None if spec.window_left < 0 else spec.window_left, None if spec.window_right < 0 else spec.window_right)
-    dropout = largest_dropped(spec.dropout_p), keep_scale(spec.dropout_p)
-    return Fixed(kind, shape, window, *dropout, scaling, round_terms, input_precision, tuple(strides.values()))
+    dropout = Dropout(None, largest_dropped(spec.dropout_p), keep_scale(spec.dropout_p))
+    return Fixed(kind, shape, tile, window, dropout, scaling, tuple(strides.values()))
 
 
 @functools.lru_cache(maxsize=4096)
-def kernel_tile(fixed: Fixed, config: selection.TileConfig, kernel: str) -> Tile:
+def kernel_tile(fixed: Fixed, config: TileConfig, kernel: str) -> Tile:
     """Return the constants that a kernel is compiled with."""
-    shape, has_scale = fixed.shape, fixed.scaling.rel_scale is not None
-    *_, rel_key, _, rel_bias, _, rel_p2c = (strides is not None for strides in fixed.strides)
-    loops_over_keys = kernel == "forward"  # only then can anything of the queries' terms be carried
-    carry = config.carry if loops_over_keys else None
     # Kernels that read dS by relative position need the rows of a clamped table, and have sums over the keys beyond.
-    coverage = "zero" if fixed.kind.coverage == "clamp" and kernel in ("dq", "dtable") else fixed.kind.coverage
-    tile = Tile(
-        config.block_m,
-        config.block_n,
-        config.rotation,
-        config.num_warps,
-        round_terms=fixed.round_terms and rel_key,  # a bias alone is not
-        carry=carry,
-        coverage=coverage,
-        precision=fixed.precision,
-        width=shape.rel_dim,
-        block_width=shape.block_dr,
-        has_matrix=rel_key,
-        has_bias=rel_bias,
-        has_scale=rel_key and has_scale,
-    )
-    of_matrix = {"has_matrix": True, "has_bias": False, "has_scale": False}
-    value_tile = tile._replace(round_terms=False, width=shape.value_dim, block_width=shape.block_dv, **of_matrix)
-    key_tile = None
-    if rel_p2c:
+    coverage = "zero" if fixed.tile.coverage == "clamp" and kernel in ("dq", "dtable") else fixed.tile.coverage
+    # A loop over the keys can carry what belongs to its queries, one over the queries what belongs to its keys.
+    carry, key_carry = (config.carry, None) if kernel == "forward" else (None, config.carry)
+    constants: dict[str, Any] = {
+        "block_m": config.block_m,
+        "block_n": config.block_n,
+        "rotation": config.rotation,
+        "warps": config.num_warps,
+        "carry": carry,
+        "coverage": coverage,
+    }
+    value_tile, key_tile = fixed.tile.value_tile, fixed.tile.key_tile
+    assert value_tile is not None
+    if key_tile is not None:
         in_registers = config.rotation != "gather" and config.block_n % (16 * config.num_warps) == 0
-        key_tile = value_tile._replace(
-            block_m=config.block_n,
-            rotation="registers" if in_registers else "gather",
-            round_terms=fixed.round_terms,
-            carry=None if loops_over_keys else config.carry,
-            width=shape.head_dim,
-            block_width=shape.block_d,
-            has_scale=has_scale,
-        )
-    return tile._replace(value_tile=value_tile, key_tile=key_tile)
+        rotation = "registers" if in_registers else "gather"
+        key_tile = key_tile._replace(**constants | {"block_m": config.block_n, "rotation": rotation, "carry": key_carry})
+    return fixed.tile._replace(**constants, value_tile=value_tile._replace(**constants), key_tile=key_tile)
 
 
 class Call:
@@ -289,23 +277,24 @@ class Call:
         query, key = tensors.query, tensors.key
         self.heads, self.key_heads = query.shape[1], key.shape[1]
         self.num_sequences = tensors.num_sequences
-        self.arch = arch or selection.architecture(query.device)
-        self.selected: dict[str, selection.TileConfig] = {}  # by kernel: configurations that self.tile has selected
+        self.arch = arch or architectures.architecture(query.device)
+        self.selected: dict[str, TileConfig] = {}  # by kernel: configurations that self.tile has selected
         self.rel_query = query if tensors.rel_query is None else tensors.rel_query
         rel_bias, mask = tensors.rel_bias, tensors.attn_mask
         if rel_bias is not None and rel_bias.shape[-1] * rel_bias.stride(-1) >= 2**31:  # its rows are addressed in 32 bits
             rel_bias = rel_bias.contiguous()
         if mask is not None:
             mask = mask.expand(query.shape[0], self.heads, query.shape[2], key.shape[2])
-        operands = (*tensors[:6], rel_bias, mask, tensors.rel_p2c)
+        value, rel_key, rel_value = tensors.value, tensors.rel_key, tensors.rel_value
+        operands = (query, key, value, tensors.rel_query, rel_key, rel_value, rel_bias, mask, tensors.rel_p2c)
         self.fixed = fixed(
             spec,
             self.arch,
-            selection.input_precision(query.dtype, self.arch),
+            architectures.input_precision(query.dtype, self.arch),
             query.dtype,
             tensors.query_offsets is None,
-            tuple(map(layout, operands)),
-            tuple(map(layout, others)),
+            tuple(map(extent, operands)),
+            tuple(map(extent, others)),
         )
         self.kind, self.coverage, self.shape = self.fixed.kind, self.fixed.kind.coverage, self.fixed.shape
         self.length = max(spec.max_seqlen_q, spec.max_seqlen_k)
@@ -316,18 +305,17 @@ class Call:
         dropout = Dropout()
         if tensors.dropout_seed is not None:
             origins = None if tensors.dropout_origins is None else tensors.dropout_origins[:, :1].contiguous()
-            seed = tensors.dropout_seed.contiguous()
-            dropout = Dropout(seed, self.fixed.largest_dropped, self.fixed.keep_scale, origins)
+            dropout = self.fixed.dropout._replace(seed=tensors.dropout_seed.contiguous(), origins=origins)
         self.common = Common(sequences, self.fixed.window, dropout, self.fixed.scaling)
         self.limits = {"first": spec.first, "last": spec.last}
         self.described: Any = None  # what Triton compiles for of inputs and common; see launching.py
 
     def add_far_keys(self, far_keys: torch.Tensor) -> None:
-        """Give the terms of far keys to all kernels that are launched from now on; see far_keys.py."""
+        """Give the terms of far keys to all kernels that are launched from now on; see delta.py."""
         self.inputs, self.described = self.inputs._replace(far_keys=strided(far_keys)), None
 
-    def launch(self, name: str, kernel: Any, config: selection.TileConfig, programs: tuple[int, ...], **arguments: Any) -> None:
-        """Launch one of selection.KERNELS, in so many programs, with the arguments that all kernels share.
+    def launch(self, name: str, kernel: Any, config: TileConfig, programs: tuple[int, ...], **arguments: Any) -> None:
+        """Launch one of KERNELS, in so many programs, with the arguments that all kernels share.
 
         Raises:
             DoesNotFit: a selected configuration does not fit the GPU; selection.until_it_fits starts again.
@@ -351,7 +339,7 @@ class Call:
         except OutOfResources as error:
             if name not in self.selected:
                 raise
-            selection.take_smaller(name, self.kind, self.selected[name], error)
+            selection.take_smaller(name, self.arch, self.kind, self.selected[name], error)
 
     def _tensors(self) -> tuple[torch.Tensor | None, ...]:
         """Return the tensors of inputs and common. All else of these is in Fixed, or no kernel is compiled for it."""
@@ -360,16 +348,15 @@ class Call:
         vectors = (sequences.query_offsets, sequences.key_lengths, sequences.cu_seqlens_q, sequences.cu_seqlens_k)
         return (*operands, *vectors, dropout.seed, dropout.origins)
 
-    def tile(self, kernel: str, config: selection.TileConfig | None = None) -> selection.TileConfig:
-        """Return the configuration for one of selection.KERNELS: the given one, or else the one selected for this call.
+    def tile(self, kernel: str, config: TileConfig | None = None) -> TileConfig:
+        """Return the configuration for one of KERNELS: the given one, or else the one selected for this call.
 
         Raises:
             ValueError: the given configuration is not valid.
         """
         if config is None:
-            selected = selection.select(kernel, *self.kind, self.length)
-            self.selected[kernel] = selection.that_fits(kernel, self.kind, selected)
-            return self.selected[kernel]
+            config = self.selected[kernel] = selection.select(kernel, self.arch, self.kind, self.length)
+            return config
         if reason := config.why_invalid(self.arch, self.coverage != "no table", kernel):
             raise ValueError(f"{config} is not valid for {kernel} on {self.arch}: {reason}")
         return config

@@ -1,15 +1,15 @@
 """The door for benchmarks and tools: what the kernels of a call are, in which configurations, and in which parts.
 
 Call(tensors, spec) describes a call: its ``tile(kernel)`` is the configuration of one of ``selection.KERNELS``.
-``planning.plan`` says what the workspace of its backward has, and in which parts. ``selection`` and ``profiles`` are the
-tables of configurations, ARCHITECTURES the GPUs. forward and backward launch the kernels, grid_forward and grid_backward those of
-attention on a grid. Nothing of the package imports this.
+``planning.plan`` says what the workspace of its backward has, and in which parts. ``selection`` chooses configurations,
+``architectures`` has the GPUs. forward and backward launch the kernels, grid_forward and grid_backward those of attention on a
+grid. Nothing of the package imports this.
 """
 
-from . import kernels_are_interpreted, launching, tuning
+from . import kernels_are_interpreted, tuning
 from .backward import backward
-from .call import Call, fixed
-from .config import profiles, selection
+from .call import Call
+from .config import architectures, selection
 from .config.architectures import ARCHITECTURES, architecture_of
 from .config.tile_config import TileConfig
 from .forward import forward
@@ -25,15 +25,13 @@ __all__ = [
     "GridCall",
     "TileConfig",
     "architecture_of",
+    "architectures",
     "backward",
-    "fixed",
     "forward",
     "grid_backward",
     "grid_forward",
     "kernels_are_interpreted",
-    "launching",
     "planning",
-    "profiles",
     "program_rows",
     "query_step",
     "selection",

@@ -60,9 +60,9 @@ def launch(
     if is_usual:
         names = _unspecialized.get(kernel.fn)
         if names is None:
-            names = _unspecialized[kernel.fn] = frozenset(each.name for each in kernel.params if each.do_not_specialize)
+            names = _unspecialized[kernel.fn] = frozenset(param.name for param in kernel.params if param.do_not_specialize)
         device = driver.active.get_current_device()
-        values = [_width(each) if name in names else described(each) for name, each in arguments.items()]
+        values = [_width(value) if name in names else described(value) for name, value in arguments.items()]
         key = kernel.fn, device, *key, *values
         found = compiled.get(key)
         if found is not None:

@@ -11,25 +11,28 @@ import triton.language as tl
 
 from .tile.addressing import head_matrix, head_vector
 from .tile.band import next_terms
-from .tile.key_terms import far_key_terms, next_key_terms
+from .tile.key_terms import next_key_terms
 from .tile.masking import FAR, NEAR, visible
 from .tile.scores import apply_softcap_and_mask, tile_scores
 from .tile.table import Table, bias_terms
 
 
 class Queries(NamedTuple):
-    """A tile's queries."""
+    """A tile's queries, and the table of their terms."""
 
     rel_query: Any  # [M, Dr], what rel_key meets
-    far_term: Any  # [M], their term with keys beyond a clamped table, on the side where the tile's keys are
+    table: Any  # score_table
+    far_term: Any  # [M], their term with keys beyond a clamped table, on the side where the tile's keys are; only in the far part
     indices: Any  # [M], in their sequence
     valid: Any  # [M], those that exist
 
 
 class Keys(NamedTuple):
-    """A tile's keys, in addressing.key_order."""
+    """A tile's keys, in addressing.key_order, and the table of their terms."""
 
     natural: Any  # [N, D], what rel_p2c meets: the keys in their natural order
+    table: Any  # key_table
+    far_term: Any  # [N], as that of the queries
     indices: Any
     valid: Any
 
@@ -66,43 +69,28 @@ def key_table(inputs, call, head, first, last, SHAPE: tl.constexpr, TILE: tl.con
 
 
 @triton.jit
-def relative_terms(
-    queries,
-    keys,
-    table,
-    keys_table,
-    far_keys,
-    carried,
-    keys_carried,
-    relative,
-    is_past,
-    place,
-    head,
-    PART: tl.constexpr,
-    TILE: tl.constexpr,
-):
+def relative_terms(queries, keys, carried, keys_carried, relative, PART: tl.constexpr, TILE: tl.constexpr):
     """Return (the relative terms of a tile's scores [M, N], carried, keys_carried).
 
-    table, keys_table: as of score_table and key_table. far_keys: of Operands.
     carried, keys_carried: as returned for the tile before, of the queries' terms and of the keys'. For the first tile a loop over
     the keys has blocks_before of its queries, one along the queries blocks_before of its keys.
-    relative: the relative position of the first key to the first query. is_past: in the far part, on which side of the table.
+    relative: the relative position of the first key to the first query.
     """
     # Terms of the queries: q . E of each pair [M, N], from the band; beyond a clamped table one number for each query
     if PART == NEAR and TILE.has_matrix:
-        terms, carried = next_terms(queries.rel_query, table, carried, relative, TILE)
+        terms, carried = next_terms(queries.rel_query, queries.table, carried, relative, TILE)
     elif PART == NEAR and TILE.has_bias:
-        terms = bias_terms(table, relative, TILE)
+        terms = bias_terms(queries.table, relative, TILE)
     elif PART == FAR and (TILE.has_matrix or TILE.has_bias) and TILE.coverage == "clamp":
         terms = tl.broadcast_to(queries.far_term[:, None], (TILE.block_m, TILE.block_n))
     else:
         terms = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
     # Terms of the keys: k . F, the same with queries and keys exchanged
     if PART == NEAR and TILE.key_tile is not None:
-        key_terms, keys_carried = next_key_terms(keys.natural, keys_table, keys_carried, relative, TILE)
+        key_terms, keys_carried = next_key_terms(keys.natural, keys.table, keys_carried, relative, TILE)
         terms += key_terms
-    elif far_keys is not None:
-        terms += far_key_terms(far_keys, place, head, is_past, keys.indices, keys.valid)[None, :]
+    elif TILE.key_tile is not None and TILE.coverage == "clamp":
+        terms += keys.far_term[None, :]
     return terms, carried, keys_carried
 
 

@@ -1,4 +1,4 @@
-"""The tensors of a call as the kernels can take them: a positive scale, and rows that are loaded 16 bytes at a time."""
+"""The tensors of a call as the kernels take them: a positive scale, rows that are loaded 16 bytes at a time, and strides."""
 
 from __future__ import annotations
 
@@ -7,11 +7,23 @@ import functools
 import torch
 
 from .._core.spec import AttentionSpec, AttentionTensors
-from .config import selection
-from .config.architectures import architecture_of
+from .config import architectures
+from .config.tile_config import MAX_BLOCK
 
-OPERANDS = ("query", "key", "value", "rel_query", "rel_key", "rel_value", "rel_p2c")
+Strided = tuple[torch.Tensor, tuple[int, ...]]
+Extent = tuple[torch.Size, tuple[int, ...]] | None
+"""Shape and strides of a tensor."""
+MATRICES = ("query", "key", "value", "rel_query", "rel_key", "rel_value", "rel_p2c")
 """Names of the tensors that enter matrix products."""
+
+
+def with_positive_scale(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[AttentionTensors, AttentionSpec]:
+    """Make a negative scale positive by negating the query, which is exact: the kernels take maxima of scores before scaling.
+    rel_key is still multiplied with the query as it was, which becomes rel_query."""
+    if spec.scale >= 0:
+        return tensors, spec
+    rel_query = tensors.query if tensors.rel_query is None and tensors.rel_key is not None else tensors.rel_query
+    return tensors._replace(query=-tensors.query, rel_query=rel_query), spec._replace(scale=-spec.scale)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -32,26 +44,47 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     """
     if tensor.data_ptr() % 16 == 0 and has_aligned_rows(tensor.stride()):
         return tensor
-    if tensor.element_size() != 2 or architecture_of(selection.architecture(tensor.device)).unit in ("mfma", "interpreter"):
+    unit = architectures.architecture_of(architectures.architecture(tensor.device)).unit
+    if tensor.element_size() != 2 or unit in ("mfma", "interpreter"):
         return tensor
     *sizes, width = tensor.shape
     return tensor.new_empty(*sizes, -(-width // 16) * 16)[..., :width].copy_(tensor)
 
 
-def with_positive_scale(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[AttentionTensors, AttentionSpec]:
-    """Make a negative scale positive by negating the query, which is exact: the kernels take maxima of scores before scaling.
-    rel_key is still multiplied with the query as it was, which becomes rel_query."""
-    if spec.scale >= 0:
-        return tensors, spec
-    rel_query = tensors.query if tensors.rel_query is None and tensors.rel_key is not None else tensors.rel_query
-    return tensors._replace(query=-tensors.query, rel_query=rel_query), spec._replace(scale=-spec.scale)
-
-
 def with_aligned_operands(tensors: AttentionTensors) -> AttentionTensors:
     """Return the tensors of a call with the operands of its matrix products aligned, and in the dtype of query."""
     moved = {}
-    for name in OPERANDS:
+    for name in MATRICES:
         operand = getattr(tensors, name)
         if operand is not None and (new := aligned(operand.to(tensors.query.dtype))) is not operand:
             moved[name] = new
     return tensors._replace(**moved) if moved else tensors
+
+
+def contiguous(vector: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a vector as the kernels take it: its elements side by side."""
+    return None if vector is None else vector.contiguous()
+
+
+def strided(tensor: torch.Tensor | None) -> Strided | None:
+    """Return a tensor as the kernels take it, with its strides."""
+    return None if tensor is None else (tensor, tensor.stride())
+
+
+def extent(tensor: torch.Tensor | None) -> Extent:
+    """Return the shape and the strides of a tensor."""
+    return None if tensor is None else (tensor.shape, tensor.stride())
+
+
+def per_head(strides: tuple[int, ...] | None, rank: int) -> tuple[int, ...] | None:
+    """Return the strides of a table as of (1, heads, R, ...): 0 between heads that share it. rank: its dimensions if shared."""
+    return None if strides is None else (0,) * (2 + rank - len(strides)) + strides
+
+
+def needs_wide_index(shape: tuple[int, ...], strides: tuple[int, ...], rows: int = MAX_BLOCK) -> bool:
+    """Return whether offsets within so many rows of a tensor's (length, width) matrices exceed 31 bits.
+
+    A tile is addressed from its first row, whose own offset has 64 bits anyway; only a clamped table is addressed from row 0.
+    """
+    row_stride, column_stride = strides[-2:]
+    return rows * row_stride + (shape[-1] + MAX_BLOCK) * column_stride >= 2**31

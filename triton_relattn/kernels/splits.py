@@ -9,11 +9,12 @@ import triton
 import triton.language as tl
 
 from .._core.spec import AttentionSpec
-from .call import Call, cdiv, strided
-from .config import selection
+from .call import Call, cdiv
+from .config import architectures
 from .config.tile_config import TileConfig
 from .fences import compile_options
 from .launching import LAUNCH_OPTIONS
+from .operands import strided
 from .tile.addressing import head_matrix, load_rows, row_vector, side_vector, store_rows, store_sides
 from .tile.scores import LN_2, exponent_scale
 
@@ -93,7 +94,7 @@ def number_of_splits(spec: AttentionSpec, tile: TileConfig, programs: int, devic
     keys = spec.max_seqlen_k
     if spec.window_left >= 0 and spec.window_right >= 0:
         keys = min(keys, spec.window_left + spec.window_right + tile.block_m)
-    return max(1, min(selection.multiprocessors(device) // programs, keys // LEAST_KEYS))
+    return max(1, min(architectures.multiprocessors(device) // programs, keys // LEAST_KEYS))
 
 
 def launch_merge(

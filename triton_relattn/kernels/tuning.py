@@ -1,4 +1,4 @@
-"""The fastest configuration of every kernel of a call, timed on this GPU, for the user's profile, from which later calls have it.
+"""The fastest configuration of every kernel of a call, timed on this GPU and kept in the user's profile: later calls take it.
 
 ``python -m triton_relattn tune`` does it for a shape, :func:`tune` for any call; ``python -m bench tune``, from a clone, for the
 calls of the benchmark.
@@ -6,6 +6,9 @@ calls of the benchmark.
 
 from __future__ import annotations
 
+import csv
+import io
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -23,8 +26,8 @@ from .._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from . import kernels_are_interpreted
 from .backward import backward
 from .call import Call
-from .config import profiles, selection
-from .config.tile_config import TileConfig
+from .config import architectures, selection
+from .config.tile_config import KERNELS, TileConfig, candidates
 from .forward import forward
 
 GRADIENTS = {
@@ -110,51 +113,48 @@ def profile_of(device: torch.device) -> Path:
     Raises:
         OSError: the user has no folder for it.
     """
-    path = profiles.user_profile_path(selection.architecture(device))
+    path = selection.profile_path(architectures.architecture(device))
     if path is None:
         raise OSError("there is no folder for the profile: name one by TRITON_RELATTN_CACHE")
     return path
 
 
 def kernels_of(tensors: AttentionTensors) -> list[str]:
-    """Return the kernels of selection.KERNELS that a call and its backward launch, first to last."""
+    """Return the kernels of KERNELS that a call and its backward launch, first to last."""
     given = {"dtable": (tensors.rel_key, tensors.rel_bias, tensors.rel_value), "dp2c": (tensors.rel_p2c,)}
-    return [kernel for kernel in selection.KERNELS if any(each is not None for each in given.get(kernel, (tensors.query,)))]
+    return [kernel for kernel in KERNELS if any(table is not None for table in given.get(kernel, (tensors.query,)))]
 
 
 def _tune(kernel: str, tensors: AttentionTensors, spec: AttentionSpec, most: int, path: Path) -> Tuned:
     """Find the best configuration of a kernel, and save it."""
     call = Call(tensors, spec)
-    default = selection.select(kernel, *call.kind)
-    near = nearest(kernel, call.arch, call.coverage != "no table", default)
+    default = selection.select(kernel, call.arch, call.kind)
     saved = run_forward(tensors, spec)
-    d_out = torch.randn_like(saved[0])
-    run = partial(run_kernel, kernel, tensors, spec, d_out, saved)
+    run = partial(run_kernel, kernel, tensors, spec, torch.randn_like(saved[0]), saved)
     expected = run(default)
-    tiles = [default, *(config for config in near[:most] if _is_right(run, config, expected))]
+    near = nearest(kernel, call.arch, call.coverage != "no table", default)[:most]
+    tiles = [default, *(config for config in near if _is_right(run, config, expected))]
     times = timed_in_turn([partial(run, config) for config in tiles])
-    best = fastest(times)
-    row = profiles.Row(selection.conditions(kernel, call.kind, call.length), tiles[best], times[best], times[0])
-    name = torch.cuda.get_device_name(tensors.query.device) if tensors.query.device.type == "cuda" else "CPU"
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    profiles.save(path, call.arch, [row], device=name, torch=torch.__version__, triton=triton.__version__, date=now)
+    best = min(range(len(times)), key=times.__getitem__)
+    if times[best] >= (1 - LEAST_GAIN) * times[0]:
+        best = 0
+    kind = call.kind._replace(kernel=kernel, length=str(selection.length_bucket(call.length)))
+    save(path, call.arch, selection.Row(kind, tiles[best], times[best], times[0]), _provenance(tensors.query.device))
     selection.forget()
     return Tuned(kernel, default, tiles[best], times[0], times[best], len(tiles))
 
 
-def steps_apart(one: TileConfig, other: TileConfig) -> int:
-    """Return how many doublings, stages, and kinds of carrying and of rotating lie between two configurations."""
-    doublings = (
-        abs(getattr(one, name).bit_length() - getattr(other, name).bit_length()) for name in ("block_m", "block_n", "num_warps")
-    )
-    kinds = (one.carry != other.carry) + (one.rotation != other.rotation) + (one.max_registers != other.max_registers)
-    return sum(doublings) + abs(one.num_stages - other.num_stages) + kinds
-
-
 def nearest(kernel: str, arch: str, has_table: bool, default: TileConfig) -> list[TileConfig]:
     """Return every valid configuration but the default one, the nearest to it first."""
-    configs = selection.candidates(kernel, arch, has_table)
-    return sorted((config for config in configs if config != default), key=partial(steps_apart, default))
+
+    def steps(config: TileConfig) -> int:
+        """Count the doublings, stages, and kinds of carrying, of rotating and of limits that lie between it and the default."""
+        sizes = ((getattr(config, name), getattr(default, name)) for name in ("block_m", "block_n", "num_warps"))
+        doublings = sum(abs(one.bit_length() - other.bit_length()) for one, other in sizes)
+        kinds = sum(getattr(config, name) != getattr(default, name) for name in ("carry", "rotation", "max_registers"))
+        return doublings + abs(config.num_stages - default.num_stages) + kinds
+
+    return sorted((config for config in candidates(kernel, arch, has_table) if config != default), key=steps)
 
 
 def run_forward(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -181,7 +181,7 @@ def run_kernel(
 
 
 def _is_right(run: Callable[[TileConfig], list[torch.Tensor]], config: TileConfig, expected: Sequence[torch.Tensor]) -> bool:
-    """Whether a configuration compiles, fits, and gives what the default one does."""
+    """Return whether a configuration compiles, fits, and gives what the default one does."""
     try:
         results = run(config)
     except Exception:  # too much shared memory, or the assembler's own reasons
@@ -197,28 +197,52 @@ def _is_right(run: Callable[[TileConfig], list[torch.Tensor]], config: TileConfi
 
 def timed_in_turn(works: Sequence[Callable[[], object]]) -> list[float]:
     """Return the median milliseconds of each: all are timed, and then all again, so that a change of clock meets all."""
-    rounds = [[_milliseconds(work) for work in works] for _ in range(ROUNDS)]
-    return [statistics.median(times) for times in zip(*rounds, strict=True)]
+    from triton import testing
 
-
-def _milliseconds(work: Callable[[], object]) -> float:
-    if kernels_are_interpreted():
+    def milliseconds(work: Callable[[], object]) -> float:
+        if not kernels_are_interpreted():
+            return float(testing.do_bench(work, warmup=WARM_UP, rep=MILLISECONDS, return_mode="median"))
         started = time.perf_counter()
         work()
         return 1e3 * (time.perf_counter() - started)
-    from triton import testing
 
-    return float(testing.do_bench(work, warmup=WARM_UP, rep=MILLISECONDS, return_mode="median"))
+    rounds = [[milliseconds(work) for work in works] for _ in range(ROUNDS)]
+    return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
 
-def fastest(milliseconds: Sequence[float]) -> int:
-    """Return the index of the smallest; that of the default, 0, unless another is clearly faster."""
-    best = min(range(len(milliseconds)), key=milliseconds.__getitem__)
-    return best if milliseconds[best] < (1 - LEAST_GAIN) * milliseconds[0] else 0
+def _provenance(device: torch.device) -> str:
+    """Return the comment of a profile: where its rows come from."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return f"device: {name}, torch: {torch.__version__}, triton: {triton.__version__}, date: {now}"
+
+
+def save(path: Path, arch: str, row: selection.Row, comment: str) -> None:
+    """Add a row to a profile, above those that it has, in place of one of the same kind, and let this be its only comment.
+
+    The file is replaced in one step: a process that reads it meanwhile gets the old content or the new.
+
+    Raises:
+        OSError: the folder cannot be made or written.
+        ValueError: the row is one that selection.load would not take; nothing is written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    others = [other for other in selection.load(path, arch) if other.kind != row.kind]
+    text = io.StringIO()
+    text.write(f"# {comment}\n")
+    csv.writer(text, lineterminator="\n").writerows([selection.COLUMNS, row.cells(), *(other.cells() for other in others)])
+    content = text.getvalue().encode()
+    selection.parse(content, arch)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def shown(config: TileConfig) -> str:
-    """Describe a configuration in a few words: queries x keys, warps, stages, what is carried, rotation, limit of registers."""
+    """Describe a configuration briefly: queries x keys, warps, stages, what is carried, rotation, limit of registers."""
     rotation = "" if config.rotation == "gather" else f" {config.rotation}"
     limit = "" if config.max_registers is None else f" r{config.max_registers}"
     return f"{config.block_m}x{config.block_n} w{config.num_warps} s{config.num_stages} carry {config.carry}{rotation}{limit}"

@@ -1,1 +1,1 @@
-"""The choice of a launch configuration (selection.py): GPUs, tiles, tables of defaults and of what was timed."""
+"""The choice of a launch configuration (selection.py): GPUs, valid tiles, defaults."""

@@ -1,4 +1,4 @@
-"""The GPUs that the kernels have configurations for: one entry each, with the properties that configurations depend on.
+"""The GPUs that the kernels have configurations for: one entry per architecture, with what configurations depend on.
 
 To add a GPU, add an entry. ``python -m bench compile --targets NAME`` tells what fits, ``python -m bench tune`` what is fast.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import functools
 import logging
 from dataclasses import dataclass
+
+import torch
 
 logger = logging.getLogger("triton_relattn")
 
@@ -71,3 +73,39 @@ def architecture_of(name: str) -> Architecture:
     if name.startswith("gfx"):
         return Architecture("mfma", 65_536, warp=64 if name.startswith("gfx9") else 32, most_registers=512, has_tf32=False)
     return Architecture("unknown", 65_536)
+
+
+@functools.cache
+def architecture(device: torch.device) -> str:
+    """Return the name of a device's architecture: "sm_90", "gfx942", ...; "interpreter" on the CPU."""
+    if device.type != "cuda":
+        return "interpreter"
+    if torch.version.hip is not None:
+        return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Return how many multiprocessors (compute units) the device has; 1 in the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def input_precision(dtype: torch.dtype, arch: str) -> str:
+    """Return "ieee" or "tf32", the precision of float32 products, as torch.set_float32_matmul_precision says. It does not matter
+    for 16-bit inputs."""
+    if dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest":
+        return "ieee"
+    return "tf32" if architecture_of(arch).has_tf32 else "ieee"
+
+
+def rounds_terms(arch: str, dtype: torch.dtype) -> bool:
+    """Return whether terms, q.E with a bias, are rounded to float16 before they are added to the scores, if float16 holds them.
+
+    All kernels of a call must agree, whatever their tiles and rotations, so this depends on nothing else. If a backward kernel
+    had other terms than the forward, its probabilities would not sum to one, and an error that all keys of a query share adds up
+    in the gradient of a table. Terms in float16 obey the error rule for bfloat16 inputs. With float16 inputs, the gradient of a
+    table would be off by several times the error that rounding the inputs costs.
+    """
+    return dtype == torch.bfloat16 and architecture_of(arch).rotates_in_registers

@@ -1,67 +1,169 @@
-"""Which configuration a kernel has: the tile of a program, its warps and pipeline stages.
+"""Which tile a kernel of a call gets: that of the first row that fits the call, of the user's profile and of defaults.csv.
 
-What counts of a call is its Kind: GPU, dtype, width, what its tables cover, and which terms it has. For each kernel of a call,
-the first row of these tables that fits its kind and length is taken:
+1. ``call.py`` describes the call by its Kind: GPU, dtype, width, what its tables cover, and which terms it has.
+2. For each of its kernels ``select`` takes the first row that fits that kind and the call's length: from the user's profile of
+   this GPU, which ``python -m triton_relattn tune`` writes, then from defaults.csv. The defaults were chosen by what the compiler
+   reports: spilled registers, shared memory, instructions for a score. None was timed.
+3. Only then is anything compiled. If the driver refuses the launch for lack of shared memory or registers, the next smaller
+   configuration takes the place of that one, with a warning, in this call and in all later ones (``until_it_fits``).
 
-1. the user's profile of this GPU (``python -m triton_relattn tune``), and then the package's, in the folder tuned;
-2. defaults.csv, chosen by what the compiler reports: spilled registers, shared memory, instructions for a score. None was timed.
-
-The choice is made before anything is compiled. If the driver then refuses a launch for lack of shared memory or registers, the
-next smaller configuration takes the place of that one, with a warning, in this call and in all later ones (until_it_fits).
+A row has the columns of a Kind, of which a blank fits anything, then those of a TileConfig, and in a profile the kernel's times.
+Lines that begin with # are comments: where a profile's rows come from. A profile is used whole or not at all.
 """
 
 from __future__ import annotations
 
+import bisect
+import csv
 import functools
 import itertools
 import warnings
 from collections.abc import Callable
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import triton
 from triton.runtime.errors import OutOfResources
 
-from . import profiles
-from .architectures import architecture_of
-from .profiles import Conditions, Row
-from .tile_config import COVERAGES, MAX_BLOCK, TileConfig
-from .tile_config import KERNELS as KERNELS
+from ..._core.cache import cache_folder
+from .architectures import architecture_of, input_precision
+from .tile_config import KERNELS, TileConfig
 
-DEFAULTS, PACKAGE_FOLDER = Path(__file__).parent / "defaults.csv", Path(__file__).parent / "tuned"
-LARGEST_TERM = 2000.0  # of a logit, that float16 must hold if terms are rounded; with the usual scale widths up to 1,024 do
+DEFAULTS = Path(__file__).parent / "defaults.csv"
+COVERAGES = ("no table", "full", "clamp", "zero")
+"""The pairs that a table has rows for; see AttentionSpec.coverage."""
+LENGTH_BUCKETS = (512, 2048, 8192, 32768)
 LEAST_WIDTH = 64  # narrower heads have the configurations of this width
 
 
 class Kind(NamedTuple):
-    """Properties of a call that ``select`` depends on besides kernel and length; ``select`` explains them."""
+    """What the choice depends on, as text: every column of a call, or the conditions of a row, where a blank fits any call.
 
-    arch: str
-    dtype: torch.dtype
-    width: int
-    coverage: str
-    is_causal: bool
-    term_set: str | None
+    term_set: "grid" on a grid; else the first of these that the call has: "rel_value", "rel_p2c", "narrow rel_query" (narrower
+    than the query), "rel_query", "rel_key and rel_bias", "rel_bias", "none".
+    """
+
+    kernel: str = ""  # one of KERNELS
+    precision: str = ""  # of products: "16 bits", "ieee" or "tf32"
+    unit: str = ""  # the GPU's matrix unit; see Architecture
+    width: str = ""  # the largest of query, value and rel_query, padded: 64, 128 or 256
+    term_set: str = ""
+    coverage: str = ""  # one of COVERAGES
+    dtype: str = ""  # kernels for bfloat16 and float16 round differently
+    is_causal: str = ""
+    length: str = ""  # of the longest sequence, one of LENGTH_BUCKETS; the last one also stands for everything longer
 
 
-# What the choice depends on.
+class Row(NamedTuple):
+    """A row of a table. milliseconds: of the kernel in this configuration, and in the default one."""
+
+    kind: Kind
+    config: TileConfig
+    milliseconds: float | None = None
+    default_milliseconds: float | None = None
+
+    def fits(self, call: Kind) -> bool:
+        """Return whether a call meets the row's conditions."""
+        return all(not wanted or wanted == found for wanted, found in zip(self.kind, call, strict=True))
+
+    def cells(self) -> list[str]:
+        """Return the text of the columns, as _row reads it."""
+        config = asdict(self.config) | {"carry": self.config.carry or "none"}
+        values = (*self.kind, *config.values(), self.milliseconds, self.default_milliseconds)
+        return ["" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value) for value in values]
+
+
+TIMES = ("milliseconds", "default_milliseconds")
+COLUMNS = (*Kind._fields, *(field.name for field in fields(TileConfig)), *TIMES)
+OPTIONAL = {"dtype", "is_causal", "length", *TIMES}
+VALUES = {
+    "kernel": KERNELS,
+    "coverage": COVERAGES,
+    "dtype": ("bfloat16", "float16", "float32"),
+    "is_causal": ("True", "False"),
+    "length": tuple(map(str, LENGTH_BUCKETS)),
+}
+"""What a column may have besides a blank. A row with anything else would be ignored without a word."""
+
+
+# The tables.
+
+
+def parse(content: bytes, arch: str | None = None) -> list[Row]:
+    """Return the rows of a table; ValueError says in which line something is wrong with it.
+
+    arch: the architecture of a profile. None: defaults.csv, whose rows are for several.
+    """
+    lines = content.decode("utf-8-sig").splitlines()  # spreadsheets write a mark first
+    reader = csv.reader("" if line.startswith("#") else line for line in lines)
+    try:
+        table = filter(None, reader)
+        header = next(table, [])
+        if not set(COLUMNS) - OPTIONAL <= set(header) <= set(COLUMNS):
+            raise ValueError(f"the columns must be {','.join(COLUMNS)}")
+        rows = []
+        for cells in table:
+            if len(cells) != len(header):
+                raise ValueError(f"{len(cells)} cells for {len(header)} columns")
+            rows.append(_row(dict.fromkeys(COLUMNS, "") | dict(zip(header, cells, strict=True)), arch))
+        return rows
+    except (ValueError, csv.Error) as error:
+        raise ValueError(f"line {reader.line_num}: {error}"[:500]) from None
+
+
+def _row(cells: dict[str, str], arch: str | None) -> Row:
+    """Return a row; ValueError if no call is of its kind, or if the configuration is not valid for all that are."""
+    for name, values in (VALUES if arch is None else VALUES | {"unit": (architecture_of(arch).unit,)}).items():
+        if cells[name] and cells[name] not in values:
+            raise ValueError(f"{name} must be one of {', '.join(values)}, got {cells[name]!r}")
+    kind = Kind(*(cells[name] for name in Kind._fields))
+    config = TileConfig(
+        *(int(cells[name]) for name in ("block_m", "block_n", "num_warps", "num_stages")),
+        carry=None if cells["carry"] == "none" else cells["carry"],
+        rotation=cells["rotation"],
+        max_registers=int(cells["max_registers"]) if cells["max_registers"] else None,
+    )
+    if arch and (reason := config.why_invalid(arch, kind.coverage != "no table", kind.kernel or None)):
+        raise ValueError(reason)
+    return Row(kind, config, *(float(cells[name]) if cells[name] else None for name in TIMES))
+
+
+def load(path: Path, arch: str) -> list[Row]:
+    """Return the rows of a profile. If anything is wrong with it, warn and return none; if it does not exist, return none."""
+    try:
+        return parse(path.read_bytes(), arch)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:
+        warnings.warn(f"{path} is ignored: {error}", RuntimeWarning, stacklevel=2)
+    return []
+
+
+def profile_path(arch: str) -> Path | None:
+    """Return the path of the user's profile of an architecture; None for a user without a home.
+
+    Times depend on the version of Triton, so each minor version has a profile of its own.
+    """
+    folder, version = cache_folder(), ".".join(triton.__version__.split(".")[:2])
+    return None if folder is None else folder / f"profile-{arch}-triton-{version}.csv"
 
 
 @functools.cache
-def architecture(device: torch.device) -> str:
-    """Return the name of a device's architecture: "sm_90", "gfx942", ...; "interpreter" on the CPU."""
-    if device.type != "cuda":
-        return "interpreter"
-    if torch.version.hip is not None:
-        return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}"
+def profile(arch: str) -> list[Row]:
+    """Return the rows of the user's profile."""
+    path = profile_path(arch)
+    return [] if path is None else load(path, arch)
 
 
 @functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Return how many multiprocessors (compute units) the device has; 1 in the interpreter."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+def defaults() -> list[Row]:
+    """Return the rows of defaults.csv."""
+    return parse(DEFAULTS.read_bytes())
+
+
+# The choice.
 
 
 def padded_width(width: int, least: int = 16) -> int:
@@ -69,141 +171,56 @@ def padded_width(width: int, least: int = 16) -> int:
     return max(least, 1 << (width - 1).bit_length())
 
 
-def input_precision(dtype: torch.dtype, arch: str) -> str:
-    """Return "ieee" or "tf32", the precision of float32 products, as torch.set_float32_matmul_precision says. It does not matter
-    for 16-bit inputs."""
-    if dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest":
-        return "ieee"
-    return "tf32" if architecture_of(arch).has_tf32 else "ieee"
+def length_bucket(length: int) -> int:
+    """Return the smallest of LENGTH_BUCKETS that is not below a length, or the last one."""
+    return LENGTH_BUCKETS[bisect.bisect_left(LENGTH_BUCKETS[:-1], length)]
 
 
-def needs_wide_index(shape: tuple[int, ...], strides: tuple[int, ...], rows: int = MAX_BLOCK) -> bool:
-    """Return whether offsets within so many rows of a tensor's (length, width) matrices exceed 31 bits.
+def call_kind(
+    arch: str, dtype: torch.dtype, width: int, coverage: str = "no table", is_causal: bool = False, term_set: str = "none"
+) -> Kind:
+    """Return the kind of a call, without kernel and length. width: the largest width of query, value and rel_query."""
+    precision = input_precision(dtype, arch) if dtype == torch.float32 else "16 bits"
+    unit, padded, name = architecture_of(arch).unit, str(padded_width(width, LEAST_WIDTH)), str(dtype).removeprefix("torch.")
+    return Kind("", precision, unit, padded, term_set, coverage, name, str(is_causal))
 
-    A tile is addressed from its first row, whose own offset has 64 bits anyway; only a clamped table is addressed from row 0.
+
+def select(kernel: str, arch: str, kind: Kind, length: int | None = None) -> TileConfig:
+    """Return the configuration of one of KERNELS for calls of a kind.
+
+    length: of the longest sequence, of queries or keys. None: whatever the profile says, return the default.
     """
-    row_stride, column_stride = strides[-2:]
-    return rows * row_stride + (shape[-1] + MAX_BLOCK) * column_stride >= 2**31
-
-
-def rounds_terms(arch: str, dtype: torch.dtype) -> bool:
-    """Return whether terms, q.E with a bias, are rounded to float16 before they are added to the scores, if float16 holds them.
-
-    All kernels of a call must agree, whatever their tiles and rotations, so this depends on nothing else. If a backward kernel
-    had other terms than the forward, its probabilities would not sum to one, and an error that all keys of a query share adds up
-    in the gradient of a table. Terms in float16 obey the error rule for bfloat16 inputs. With float16 inputs, the gradient of a
-    table would be off by several times the error that rounding the inputs costs.
-    """
-    return dtype == torch.bfloat16 and architecture_of(arch).rotates_in_registers
-
-
-def float16_holds_terms(scale: float) -> bool:
-    """Return whether float16 can hold the terms of a call, which are divided by its scale.
-
-    It must not limit a term of a logit up to LARGEST_TERM. And what is left of small terms, where float16 has no normal numbers,
-    must change a logit by no more than rounding a term of 1 does. A scale of 0, for attention by position alone, fails the first.
-    """
-    info = torch.finfo(torch.float16)
-    return LARGEST_TERM <= info.max * scale and info.smallest_normal * scale <= 1
-
-
-# The choice.
-
-
-def select(
-    kernel: str,
-    arch: str,
-    dtype: torch.dtype,
-    width: int,
-    coverage: str = "no table",
-    is_causal: bool = False,
-    term_set: str | None = None,
-    length: int | None = None,
-) -> TileConfig:
-    """Return the configuration of one of KERNELS for a call.
-
-    Args:
-        width: the largest width of a head: of query, value or rel_query.
-        coverage: see AttentionSpec.coverage; "no table" if there is none.
-        term_set: "grid" on a grid; else "rel_value" with a table for the values; else "rel_p2c" with a table for the keys; else
-            "rel_query" if the call has one ("narrow rel_query" if it is narrower than the query); else "rel_key and rel_bias", or
-            "rel_bias" if that is the only term; else None.
-        length: length of the longest sequence, of queries or keys. None: return the default, whatever the profiles say.
-    """
-    return _first(arch, conditions(kernel, Kind(arch, dtype, width, coverage, is_causal, term_set), length))
-
-
-def conditions(kernel: str, kind: Kind, length: int | None) -> Conditions:
-    """Return a call's columns of the tables, each filled in; length stays blank if it is None."""
-    precision = input_precision(kind.dtype, kind.arch) if kind.dtype == torch.float32 else "16 bits"
-    return _conditions(kernel, kind, precision, "" if length is None else str(profiles.length_bucket(length)))
+    kind = kind._replace(kernel=kernel)
+    config = _first(arch, kind, "" if length is None else str(length_bucket(length)))
+    while _smaller and (arch, kind, config) in _smaller:  # hashing takes longer than asking whether there are any
+        config = _smaller[arch, kind, config]
+    return config
 
 
 @functools.cache
-def _conditions(kernel: str, kind: Kind, precision: str, length: str) -> Conditions:
-    if kind.coverage not in COVERAGES:
-        raise ValueError(f"coverage must be one of {COVERAGES}, got {kind.coverage!r}")
-    unit, width = architecture_of(kind.arch).unit, str(padded_width(kind.width, LEAST_WIDTH))
-    dtype, is_causal = str(kind.dtype).removeprefix("torch."), str(kind.is_causal)
-    return Conditions(kernel, precision, unit, width, kind.term_set or "none", kind.coverage, dtype, is_causal, length)
-
-
-@functools.cache
-def _first(arch: str, call: Conditions) -> TileConfig:
-    rows = itertools.chain(_tuned(arch) if call.length else (), defaults())
-    return next(row.config for row in rows if row.conditions.fit(call))
-
-
-@functools.cache
-def _tuned(arch: str) -> list[Row]:
-    """Return the rows of the user's profile of an architecture, and then of the package's."""
-    paths = (profiles.user_profile_path(arch), PACKAGE_FOLDER / f"{arch}.csv")
-    return [row for path in paths if path is not None for row in profiles.load(path, arch)]
-
-
-@functools.cache
-def defaults() -> list[Row]:
-    """Return the rows of defaults.csv."""
-    return profiles.parse(DEFAULTS.read_bytes())
+def _first(arch: str, kind: Kind, length: str) -> TileConfig:
+    rows, call = itertools.chain(profile(arch) if length else (), defaults()), kind._replace(length=length)
+    return next(row.config for row in rows if row.fits(call))
 
 
 def forget() -> None:
     """Forget the profiles that were read: they are read again when they are next needed."""
-    _tuned.cache_clear()
+    profile.cache_clear()
     _first.cache_clear()
-
-
-def candidates(kernel: str, arch: str, has_table: bool) -> list[TileConfig]:
-    """Return every configuration that a search for the best one looks at. All are valid; only compiling tells which fit."""
-    carries = {"forward": ("scores", None)} if has_table else {}
-    rotations = ("gather", "registers") if has_table and architecture_of(arch).rotates_in_registers else ("gather",)
-    # 128 registers: two programs of eight warps, or four of four, share a multiprocessor. 168: three of four warps.
-    limits = (None, 128, 168) if architecture_of(arch).is_nvidia else (None,)
-    blocks, warps, stages = (16, 32, 64, 128), (2, 4, 8), (1, 2, 3)
-    combinations = itertools.product(blocks, blocks, warps, stages, carries.get(kernel, ("scores",)), rotations, limits)
-    configs = itertools.starmap(TileConfig, combinations)
-    return [config for config in configs if config.why_invalid(arch, has_table, kernel) is None]
 
 
 # What to do if a choice does not fit the GPU.
 
 Launcher = TypeVar("Launcher", bound=Callable[..., Any])
-Choice = tuple[str, Kind, TileConfig]  # kernel, kind of call, what was selected for it
-_smaller: dict[Choice, TileConfig] = {}
+_smaller: dict[tuple[str, Kind, TileConfig], TileConfig] = {}
+"""By architecture, kind and what was selected: what has taken its place."""
 
 
 class DoesNotFit(Exception):
     """A launch failed, and later calls of its kind have a smaller configuration: to be launched again, from the beginning."""
 
 
-def that_fits(kernel: str, kind: Kind, config: TileConfig) -> TileConfig:
-    """Return the selected configuration, or the smaller one that has taken its place."""
-    while _smaller and (kernel, kind, config) in _smaller:  # hashing takes longer than asking whether there are any
-        config = _smaller[kernel, kind, config]
-    return config
-
-
-def take_smaller(kernel: str, kind: Kind, config: TileConfig, error: OutOfResources) -> None:
+def take_smaller(kernel: str, arch: str, kind: Kind, config: TileConfig, error: OutOfResources) -> None:
     """Let a smaller configuration take the place of one that does not fit, with a warning, and raise DoesNotFit; raise the error
     itself if not even the smallest one fits."""
     smaller = config.smaller()
@@ -211,7 +228,7 @@ def take_smaller(kernel: str, kind: Kind, config: TileConfig, error: OutOfResour
         raise error
     text = f"{kernel}: {config} does not fit this GPU ({error}); {smaller} is used instead"
     warnings.warn(text, RuntimeWarning, stacklevel=5)
-    _smaller[kernel, kind, config] = smaller
+    _smaller[arch, kind._replace(kernel=kernel), config] = smaller
     raise DoesNotFit from None
 
 

@@ -1,7 +1,8 @@
-"""Launch configurations, and the rules for those that the kernels allow."""
+"""The tile of a kernel and the resources of its programs: a TileConfig, and the rules for those that the kernels allow."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 from .architectures import architecture_of
@@ -11,8 +12,6 @@ WITHOUT_BANDS = ("dq", "dtable")
 """Kernels whose block_m need not be block_n or twice that."""
 READERS = (*WITHOUT_BANDS, "dp2c")
 """Kernels that read what the dkv kernel has stored, and so rotate nothing in registers."""
-COVERAGES = ("no table", "full", "clamp", "zero")
-"""The pairs that a table has rows for; see AttentionSpec.coverage."""
 MAX_BLOCK = 256
 MAX_THREADS = 1024  # of a program, on any GPU
 MAX_STAGES = 8
@@ -86,3 +85,15 @@ class TileConfig:
         if gpu.few_stages and self.num_warps == 4 and self.num_stages > 1:
             return "Triton 3.6 and 3.7 miscompile some loops for sm_100 with 4 warps and more than one stage"
         return None
+
+
+def candidates(kernel: str, arch: str, has_table: bool) -> list[TileConfig]:
+    """Return every configuration that a search for the best one looks at. All are valid; only compiling tells which fit."""
+    gpu = architecture_of(arch)
+    carries = ("scores", None) if kernel == "forward" and has_table else ("scores",)
+    rotations = ("gather", "registers") if has_table and gpu.rotates_in_registers else ("gather",)
+    # 128 registers: two programs of eight warps, or four of four, share a multiprocessor. 168: three of four warps.
+    limits = (None, 128, 168) if gpu.is_nvidia else (None,)
+    blocks, warps, stages = (16, 32, 64, 128), (2, 4, 8), (1, 2, 3)
+    configs = itertools.starmap(TileConfig, itertools.product(blocks, blocks, warps, stages, carries, rotations, limits))
+    return [config for config in configs if config.why_invalid(arch, has_table, kernel) is None]

@@ -14,10 +14,11 @@ import triton
 import triton.language as tl
 
 from ..._core.grids import GridTensors
-from ..call import PerQuery, cdiv, strided
-from ..config.selection import TileConfig, until_it_fits
+from ..call import PerQuery, cdiv
+from ..config.selection import until_it_fits
+from ..config.tile_config import TileConfig
 from ..delta import row_products
-from ..operands import aligned
+from ..operands import aligned, strided
 from ..tile.addressing import head_matrix, load_rows, row_vector, store_rows
 from ..tile.masking import keep_mask, locate, locate_queries
 from ..tile.scores import LN_2, exponent_scale, lane_consistent, load_softmax_stats, probabilities, score_gradients, tile_scores

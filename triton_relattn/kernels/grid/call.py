@@ -10,9 +10,9 @@ import torch
 
 from ..._core.grids import GridTensors, grid_terms
 from ..._core.spec import AttentionSpec, AttentionTensors
-from ..call import Call, cdiv, strided
-from ..config.selection import TileConfig
-from ..operands import with_aligned_operands, with_positive_scale
+from ..call import Call, cdiv
+from ..config.tile_config import TileConfig
+from ..operands import strided, with_aligned_operands, with_positive_scale
 from .tile import Cut, Grid
 
 FEWEST_COLUMNS = 8
@@ -29,10 +29,10 @@ class Sums(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def cut_of(height: int, width: int, prefix: int, block_n: int) -> Cut:
+def best_cut(height: int, width: int, prefix: int, block_n: int) -> Cut:
     """Return how tiles of block_n keys cut a grid: into the fewest tiles, and of such cuts into the widest strips."""
     widths = (FEWEST_COLUMNS << power for power in range((block_n // FEWEST_COLUMNS).bit_length()))
-    _, _, columns = min((cdiv(width, each) * cdiv(height, block_n // each), -each, each) for each in widths)
+    _, _, columns = min((cdiv(width, size) * cdiv(height, block_n // size), -size, size) for size in widths)
     lines = block_n // columns
     return Cut(columns, lines, prefix == width % columns == height % lines == 0)
 
@@ -63,7 +63,7 @@ class GridCall(Call):
 
     def cut(self, block_n: int) -> Cut:
         """Return how tiles of block_n keys cut the grid."""
-        return cut_of(self.height, self.width, self.prefix, block_n)
+        return best_cut(self.height, self.width, self.prefix, block_n)
 
     def strips(self, block_n: int) -> int:
         """Return into how many strips tiles of block_n keys cut the grid."""

@@ -5,8 +5,10 @@ import triton
 import triton.language as tl
 
 from ..._core.grids import GridTensors
-from ..call import cdiv, strided
-from ..config.selection import TileConfig, until_it_fits
+from ..call import cdiv
+from ..config.selection import until_it_fits
+from ..config.tile_config import TileConfig
+from ..operands import strided
 from ..tile.addressing import head_matrix, load_rows, store_rows, store_sides
 from ..tile.masking import keep_mask, locate_queries
 from ..tile.scores import exponent_scale, softmax_update, tile_scores

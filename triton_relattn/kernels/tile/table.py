@@ -75,8 +75,8 @@ def bias_terms(table, relative_position, TILE: tl.constexpr):
     else:
         offsets = diagonal_offsets(TILE.warps)
         diagonals = ()
-        for each in tl.static_range(first_diagonal(TILE.block_m, TILE.warps), TILE.block_n // 4):
-            diagonals = diagonals + (bias_at(table, relative_position, offsets + 4 * each, TILE),)  # noqa: RUF005
+        for diagonal in tl.static_range(first_diagonal(TILE.block_m, TILE.warps), TILE.block_n // 4):
+            diagonals = diagonals + (bias_at(table, relative_position, offsets + 4 * diagonal, TILE),)  # noqa: RUF005
         return tile_of_diagonals(diagonals, TILE.block_m, TILE.block_n, TILE.warps)
 
 

@@ -16,7 +16,7 @@ import torch
 
 from ..._core.spec import AttentionSpec, AttentionTensors
 from ..call import Call, cdiv
-from ..config import selection
+from ..config import architectures
 from ..config.tile_config import TileConfig
 from .stored import ALIGNMENT, Layout
 
@@ -107,7 +107,7 @@ def plan(call: Call, tensors: AttentionTensors, spec: AttentionSpec, dkv: TileCo
     query, key, value = tensors.query, tensors.key, tensors.value
     most_bytes, usual = given_limit() if most_bytes is None else most_bytes, 0
     if most_bytes is None:
-        usual = max(USUAL_LIMIT, sum(each.numel() * each.element_size() for each in (query, key, value)))
+        usual = max(USUAL_LIMIT, sum(tensor.numel() * tensor.element_size() for tensor in (query, key, value)))
     return _plan(
         spec,
         dkv,
@@ -115,7 +115,7 @@ def plan(call: Call, tensors: AttentionTensors, spec: AttentionSpec, dkv: TileCo
         call.heads // call.key_heads,
         query.element_size(),
         tensors.rel_value is not None,
-        selection.multiprocessors(query.device),
+        architectures.multiprocessors(query.device),
         most_bytes,
         usual,
     )

@@ -8,9 +8,10 @@ import torch
 
 from ..._core.dtypes import without_autocast
 from ..._core.spec import TABLES, AttentionSpec, AttentionTensors, is_per_head
-from ..call import Call, Strided, cdiv, strided
-from ..config import selection
+from ..call import Call, cdiv
+from ..config import architectures
 from ..config.tile_config import TileConfig
+from ..operands import Strided, strided
 from ..tile.masking import clamp_margin
 from .planning import Plan
 from .stored import program_rows, query_step
@@ -25,7 +26,7 @@ def table_splits(device: torch.device, programs: int, units: int) -> int:
         programs: the number of blocks of rows, of all tables.
         units: the number of things that the programs of a block share out: batch entries, times heads if those share the table.
     """
-    return max(1, min(units, PROGRAMS_PER_MULTIPROCESSOR * selection.multiprocessors(device) // programs))
+    return max(1, min(units, PROGRAMS_PER_MULTIPROCESSOR * architectures.multiprocessors(device) // programs))
 
 
 class TableSums:
@@ -141,7 +142,7 @@ class TableSums:
             keys = key.masked_fill(~is_far[..., None], 0).repeat_interleave(self.call.heads // key.shape[1], 1)
         factors = {
             "rel_key": (far_sums, self.call.rel_query, self.spec.rel_scale),
-            "rel_value": (far_probs, d_out, self.call.fixed.keep_scale),
+            "rel_value": (far_probs, d_out, self.call.fixed.dropout.keep_scale),
             "rel_bias": (far_sums, None, 1.0),
             "rel_p2c": (far_key_sums, keys, self.spec.rel_scale),
         }
