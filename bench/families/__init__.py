@@ -44,7 +44,6 @@ SEAMLESS = {
 FAST_CONFORMER = {**SMALL, "conv_kernel_size": 5, "subsampling_conv_channels": 8, "num_mel_bins": 16}
 FASTSPEECH2 = {"hidden_size": 32, "encoder_num_attention_heads": 4, "encoder_linear_units": 48}
 NEMOTRON = {**FAST_CONFORMER, "sliding_window": 21, "default_num_lookahead_tokens": 3}
-NEMOTRON_PIECES = ("input_features", (25, 32, 16, 8, 64, 144))
 projected = features("feature_projection_input_dim", mask_dtype=torch.long)
 mel_bins = features("num_mel_bins", 8, mask_dtype=torch.long)
 

@@ -25,8 +25,8 @@ from bench.verbs import memory, speed
 from triton_relattn._core.residual import keeps_residual
 from triton_relattn.kernels.introspect import Call, TileConfig, backward, forward, tuning
 
-from .checks import Check, add_rows, kernels_alone, synchronize, timed_checks
-from .report import Report, State, kind
+from .checks import check_all, kernels_alone, synchronize, timed_checks
+from .report import Outcome, Report, kind, wrong_kinds
 from .workers import Lost, spread
 
 OURS_AND_BOUNDS = (*OUR_METHODS, "sdpa_flash", "sdpa_cudnn")
@@ -50,8 +50,7 @@ def smoke(options: argparse.Namespace, report: Report, deadline: float) -> None:
     report.say(f"  {report.stamp['device']}, torch {torch.__version__}, triton {report.stamp['triton']}, {options.arch}")
     cases = [case for width in (64, 128) for case in (main_case(width), main_case(width).without_table())][: options.most]
     checks = [*timed_checks(cases[::2]), *kernels_alone()[: options.most]]
-    for check, found in spread(Check.run, checks, options.jobs, deadline):
-        add_rows(check, found, report)
+    check_all(checks, options, report, deadline)
     for case in cases:
         try:
             for row in time_kernels(case):
@@ -102,15 +101,15 @@ def time_kernels(case: Case) -> list[dict[str, Any]]:
 def measure_case(item: tuple[Case, dict[str, str]], options: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of a case. A kind of ours that a check found to be wrong is not timed."""
     case, not_tried = item
-    state = State(options.state)
-    wrong = {name for name in OUR_METHODS if kind(METHODS[name].case(case)) in state.wrong_kinds()}
+    wrong = {name for name in OUR_METHODS if kind(METHODS[name].case(case)) in wrong_kinds(options.state)}
     rounds = min(options.rounds, LONG_ROUNDS) if case.length >= LONG else options.rounds
     not_tried = not_tried | dict.fromkeys(wrong, "wrong: see the checks")
     prepared = timing.prepare(case, options.methods, timing.DIRECTIONS, "cuda", not_tried)
     timing.time_in_turn(prepared, "cuda", 0.0, rounds, fewest=rounds)
     rows = speed.make_rows(case, prepared, options)
+    is_checked = Outcome.path(options.state, "correctness").exists()
     for row in rows:
-        row["verified"] = "no" if row["status"].startswith("wrong") or not state.has_checked() else "yes"
+        row["verified"] = "yes" if is_checked and not row["status"].startswith("wrong") else "no"
     return rows
 
 
@@ -154,21 +153,16 @@ def measure_baselines(options: argparse.Namespace, report: Report, deadline: flo
 def measure_flex(options: argparse.Namespace, report: Report, deadline: float) -> None:
     """FlexAttention, which compiles long and takes gigabytes."""
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    for case, problem in spread(_compile_flex, GROUPS["flex"][: options.most], min(3, options.jobs), deadline):
+        if isinstance(problem, Lost):  # the case itself then says why
+            report.say(f"  {case}: {problem.reason}")
     measure_all(GROUPS["flex"], (OURS, "flex_attention"), options, report, deadline, BASELINE_ROUNDS)
 
 
-def compile_flex(options: argparse.Namespace, report: Report, deadline: float) -> None:
-    """Compile what measure_flex times, while something else needs the time: it is then in inductor's cache."""
-    for case, problem in spread(_compile_flex, GROUPS["flex"][: options.most], min(3, options.jobs), deadline, PATIENCE):
-        if isinstance(problem, Lost):
-            report.say(f"  {case}: {problem.reason}")
-    report.done()
-
-
-def _compile_flex(case: Case) -> str:
-    timing.steps(case, METHODS["flex_attention"].make(case), case.inputs("cuda"))["forward+backward"].run()
+def _compile_flex(case: Case) -> None:
+    """Fill inductor's cache."""
+    make_step(case, "forward+backward", "flex_attention").run()
     synchronize()
-    return ""
 
 
 def measure_memory(options: argparse.Namespace, report: Report, deadline: float) -> None:

@@ -26,7 +26,6 @@ from bench.verbs.speed import COLUMNS as MEASURED
 from .workers import ending, watch
 
 CHECKS = ("part", "case", "variant", "direction", "value", "unit", "status", "message")
-MEASURED_COLUMNS = (*MEASURED, *timing.GPU_COLUMNS)
 MOST_ERRORS = 5
 
 
@@ -47,6 +46,30 @@ class Outcome:
     seconds: float = 0.0
     ended: str = ""
 
+    @staticmethod
+    def path(state: Path, part: str) -> Path:
+        return state / f"part-{part}.json"
+
+    @classmethod
+    def judged(cls, state: Path, part: str, status: int | None, seconds: float) -> Outcome:
+        """Judge a part by what its process has written and how it ended; status: as of workers.watch."""
+        try:
+            outcome = cls(**json.loads(cls.path(state, part).read_text()))
+        except (OSError, ValueError, TypeError):
+            outcome = cls(part)
+        outcome.seconds = seconds
+        if status is None:
+            outcome.ended = f"cut off after {seconds:.0f} s"
+        elif not outcome.is_done or status != 0:
+            outcome.ended = f"crashed: {ending(status)}"
+        return outcome
+
+    def save(self, state: Path) -> None:
+        """Replace the file as a whole: whatever becomes of this process, it can be read."""
+        path = self.path(state, self.part)
+        path.with_suffix(".new").write_text(json.dumps(asdict(self)))
+        os.replace(path.with_suffix(".new"), path)
+
     @property
     def status(self) -> str:
         """ "ok", "left out", "FAILED, 2 of 9", "crashed: ..." or "cut off after 40 s", or what of these comes together."""
@@ -61,44 +84,8 @@ class Outcome:
     def has_failed(self) -> bool:
         return self.failed > 0 or self.ended.startswith("crashed")
 
-
-class State:
-    """Files of the state folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._wrong = folder / "wrong.txt"
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def outcome_path(self, part: str) -> Path:
-        return self.folder / f"part-{part}.json"
-
-    def outcome(self, part: str, status: int | None, seconds: float) -> Outcome:
-        """Judge a part by what its process has written and how it ended; status: as of workers.watch."""
-        try:
-            outcome = Outcome(**json.loads(self.outcome_path(part).read_text()))
-        except (OSError, ValueError, TypeError):
-            outcome = Outcome(part)
-        outcome.seconds = seconds
-        if status is None:
-            outcome.ended = f"cut off after {seconds:.0f} s"
-        elif not outcome.is_done or status != 0:
-            outcome.ended = f"crashed: {ending(status)}"
-        return outcome
-
-    def has_checked(self) -> bool:
-        return self.outcome_path("correctness").exists()
-
-    def add_wrong(self, kind: str) -> None:
-        """Remember that results of calls of a kind are wrong: they are not timed."""
-        with self._wrong.open("a") as file:
-            file.write(f"{kind}\n")
-
-    def wrong_kinds(self) -> set[str]:
-        return set(self._wrong.read_text().splitlines()) if self._wrong.exists() else set()
-
-    def forget(self) -> None:
-        self._wrong.unlink(missing_ok=True)
+    def line(self) -> str:
+        return f"{self.status} in {self.seconds:.0f} s" + f"; {self.note}" * bool(self.note)
 
 
 def kind(case: Case) -> str:
@@ -106,14 +93,19 @@ def kind(case: Case) -> str:
     return str(case.resized(1, batch=1, heads=1, key_heads=case.key_heads and 1, num_queries=None))
 
 
+def wrong_kinds(state: Path) -> set[str]:
+    """Kinds of calls whose results are wrong: they are not timed."""
+    path = state / "wrong.txt"
+    return set(path.read_text().splitlines()) if path.exists() else set()
+
+
 class Report:
     """The files of one part, and what becomes of it."""
 
     def __init__(self, options: argparse.Namespace, part: str) -> None:
-        self.state, self.outcome = State(options.state), Outcome(part)
-        self.stamp = stamp("cuda")
+        self.state, self.outcome, self.stamp = options.state, Outcome(part), stamp("cuda")
         self.checks = Table(CHECKS, self.stamp, options.results / "checks.csv", append=True)
-        self.measured = Table(MEASURED_COLUMNS, self.stamp, options.results / "results.csv", append=True)
+        self.measured = Table((*MEASURED, *timing.GPU_COLUMNS), self.stamp, options.results / "results.csv", append=True)
         path = options.results / "environment.json"
         if not path.exists():
             gpu = torch.cuda.get_device_properties(0)
@@ -132,6 +124,10 @@ class Report:
         self.checks.add({"part": self.outcome.part, **row})
         if row["status"] != "not run":
             self._judge(row["status"], row)
+
+    def add_wrong(self, kind: str) -> None:
+        with (self.state / "wrong.txt").open("a") as file:
+            file.write(f"{kind}\n")
 
     def add_measured(self, row: dict[str, Any]) -> None:
         """Append a row of results.csv and print its time.
@@ -153,12 +149,12 @@ class Report:
         """There was no time for so many items."""
         self.outcome.skipped += max(0, count)
 
-    def done(self, note: str = "") -> None:
-        self.outcome.note, self.outcome.is_done = note, True
-        self.save()
-
     def fail(self, text: str) -> None:
         self._judge("failed", {"": text})
+
+    def done(self, note: str = "") -> None:
+        self.outcome.note, self.outcome.is_done = note, True
+        self.outcome.save(self.state)
 
     def run(self, command: Sequence[str], seconds: float, **environment: str) -> tuple[int | None, list[str]]:
         """Run a program and print its lines; return its exit status, as of watch, and the lines."""
@@ -170,18 +166,11 @@ class Report:
 
         return watch(command, seconds, hear, **environment), lines
 
-    def save(self) -> None:
-        """Whatever becomes of this process, what it has come to so far is in a file."""
-        path = self.state.outcome_path(self.outcome.part)
-        path.with_suffix(".new").write_text(json.dumps(asdict(self.outcome)))
-        os.replace(path.with_suffix(".new"), path)
-
     def _judge(self, status: str, row: dict[str, Any]) -> None:
         self.outcome.rows += 1
         if status != "ok":
             text = " ".join(f"{name}={value}".lstrip("=") for name, value in row.items() if value not in ("", None))
             self.outcome.failed += 1
-            if len(self.outcome.errors) < MOST_ERRORS:
-                self.outcome.errors.append(text[:300])
+            self.outcome.errors += [text[:300]] * (len(self.outcome.errors) < MOST_ERRORS)
             self.say(f"  failed: {text}")
-        self.save()
+        self.outcome.save(self.state)
