@@ -28,7 +28,7 @@ from .report.models import tables
 from .report.progress import progress
 from .report.rows import ROOT, Table, stamp
 from .report.text import short_bytes
-from .verbs.options import add_files, add_list, add_machine, positive, positive_numbers, seconds
+from .verbs.options import add_csv, add_list, add_machine, positive, positive_numbers, seconds
 
 COLUMNS = (
     *("verb", "case", "method", "direction", "status", "batch", "seqlen", "layers", "dtype"),
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=positive, default=1, help="least number of timed rounds (%(default)s)")
     parser.add_argument("--no-memory", action="store_true", help="no peaks, each of which is a further, slow pass")
     add_machine(parser)
-    add_files(parser)
+    add_csv(parser)
     parser.add_argument("--append", action="store_true", help="rows are added to those that the CSV file has")
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)  # the process of one family
 
@@ -291,7 +291,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     import transformers  # noqa: F401 - each family has a process of its own, which would end without a reason
 
-    table = Table(COLUMNS, stamp(options.device), options.csv, options.json, append=options.append)
+    table = Table(COLUMNS, stamp(options.device), options.csv, options.append)
     try:
         for name in options.families:
             for row in in_own_process(name, options):

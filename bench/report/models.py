@@ -8,7 +8,7 @@ from statistics import geometric_mean
 from typing import Any
 
 from ..cases.methods import OURS
-from .figures import DPI, FONT, INK, MUTED, SMALL, STYLES, WIDTH, Row, caption
+from .figures import INK, MUTED, SMALL, STYLES, WIDTH, Row, caption, new_figure
 from .summary import DIRECTIONS
 from .text import digits, markdown_table
 
@@ -167,8 +167,6 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
     On the left at the longest length of each family, on the right at the shortest of all. Of a single family, all lengths.
     """
-    import matplotlib.pyplot as plt
-
     lengths, is_one = single_lengths(rows), len({row["case"] for row in rows}) == 1
     longer = lengths if is_one or len(lengths) == 1 else lengths[1:]
     columns = [[(_at_the_longest(rows, longer, column, is_one), longer, column) for column in ("p50_ms", "peak_bytes")]]
@@ -180,21 +178,18 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         f"Forward + backward, {layers}, one sequence; the best stock way; titles: geometric means. Grey: no gain (below {GAIN})."
     )
     below = caption(rows, what)
-    foot = 0.15 * len(below.splitlines()) + 0.2
-    height = max(sum(ROW * len(found) + TITLE for found, *_ in column) for column in columns) + foot
-    with plt.rc_context({"font.size": FONT, "font.family": "DejaVu Sans", "text.color": INK}):
-        figure = plt.figure(figsize=(WIDTH, height))
-        for place, column in enumerate(columns):
-            top = height
+    height = max(sum(ROW * len(found) + TITLE for found, *_ in column) for column in columns)
+    height += 0.15 * len(below.splitlines()) + 0.2
+    with new_figure(path, below) as figure:
+        figure.set_size_inches(WIDTH, height)
+        for number, column in enumerate(columns):
+            bottom = height
             for found, compared_lengths, measured in column:
                 tall = ROW * len(found)
-                top -= TITLE + tall
-                box = (COLUMN * place + NAMES_WIDE, top, BARS_WIDE, tall)
-                axes = figure.add_axes((box[0] / WIDTH, box[1] / height, box[2] / WIDTH, box[3] / height))
+                bottom -= TITLE + tall
+                left = COLUMN * number + NAMES_WIDE
+                axes = figure.add_axes((left / WIDTH, bottom / height, BARS_WIDE / WIDTH, tall / height))
                 _bars(axes, found, compared_lengths, *WORDS[measured], is_one)
-        figure.text(0.02, 0.1 / height, below, fontsize=8, color=MUTED, linespacing=1.4, va="bottom")
-        figure.savefig(path, dpi=DPI, facecolor="white")
-        plt.close(figure)
 
 
 def _at_the_longest(rows: Sequence[Row], lengths: Sequence[int], column: str, at_each: bool = False) -> Ratios:

@@ -108,7 +108,7 @@ def new_lengths(rows: Sequence[Row]) -> str:
         times = (short_time(float(row[name])) for name in ("first_ms", "again_ms"))
         body.append((row["method"], str(row["lengths"]), *times, short_bytes(max(0.0, float(row["kept_bytes"])))))
     head = ("method", "lengths", "each once", "again", "memory kept")
-    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ("---",) * len(head), *body)) + "\n"
+    return markdown_table(head, body, "---") + "\n"
 
 
 def beside_dense(rows: Sequence[Row]) -> str:

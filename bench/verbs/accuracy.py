@@ -18,7 +18,8 @@ from ..cases.baselines import BASELINES
 from ..cases.methods import OURS
 from ..report.progress import progress
 from ..report.rows import Table, in_one_line, stamp
-from .options import add_files, add_list, add_machine, positive
+from ..report.text import markdown_table
+from .options import add_csv, add_list, add_machine, positive
 
 RESULTS = ("out", "d_query", "d_key", "d_value", "d_table")
 COLUMNS = ("verb", "case", "dtype", "method", *RESULTS, "status", "length")
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--length", type=positive, default=LENGTH, help="length of the sequences (%(default)s)")
     add_machine(parser)
-    add_files(parser)
+    add_csv(parser)
     parser.add_argument("--append", action="store_true", help="keep the rows that the CSV file has")
 
 
@@ -101,13 +102,12 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         errors = " ".join(f"{float(row[name]):.1e}" for name in RESULTS) if row["status"] == "ok" else row["status"]
         cells.setdefault((row["case"], row["dtype"]), {})[row["method"]] = errors
-    lines = [["inputs", "", *methods], ["---"] * (len(methods) + 2)]
-    lines += [[*case, *(by_method.get(method, "-") for method in methods)] for case, by_method in cells.items()]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    body = [[*case, *(by_method.get(method, "-") for method in methods)] for case, by_method in cells.items()]
+    return markdown_table(["inputs", "", *methods], body, "---") + "\n"
 
 
 def run(options: argparse.Namespace) -> int:
-    table = Table(COLUMNS, stamp(options.device), options.csv, options.json, options.append)
+    table = Table(COLUMNS, stamp(options.device), options.csv, options.append)
     try:
         for case, dtype in progress([(c, d) for c in options.cases for d in options.dtypes], " ".join):
             for row in measure(case, dtype, options):

@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
     chosen = chosen_cases(options, ["cpu" if options.device == "cpu" else "memory"])
     if not options.no_verify and not speed.tests_pass(options.device):
         return 1
-    table = Table(speed.COLUMNS, stamp(options.device), options.csv, options.json)
+    table = Table(speed.COLUMNS, stamp(options.device), options.csv)
     failures = {direction: speed.Failures() for direction in DIRECTIONS}
     by_length = sorted(chosen, key=lambda case: case.length)
     points = [(case, method, direction) for case in by_length for method in options.methods for direction in DIRECTIONS]

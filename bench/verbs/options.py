@@ -94,9 +94,8 @@ def interpreted() -> bool:
     return False
 
 
-def add_files(parser: argparse.ArgumentParser) -> None:
+def add_csv(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--csv", type=new_file, metavar="PATH", help="file for the rows, written as they come")
-    parser.add_argument("--json", type=new_file, metavar="PATH", help="file for the rows as JSON")
 
 
 def add_jobs(parser: argparse.ArgumentParser) -> None:
@@ -147,7 +146,7 @@ def add_measured(parser: argparse.ArgumentParser, default: Sequence[str] | None)
     add_list(parser, "methods", tuple(METHODS), tuple(METHODS))
     add_machine(parser)
     add_no_verify(parser)
-    add_files(parser)
+    add_csv(parser)
 
 
 def add_machine(parser: argparse.ArgumentParser) -> None:

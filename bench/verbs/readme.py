@@ -195,12 +195,10 @@ def written(page: str) -> str:
 
 def draw(path: Path) -> None:
     """Memory and time side by side."""
-    import matplotlib.pyplot as plt
-
-    with plt.rc_context({"font.size": figures.FONT, "font.family": "DejaVu Sans", "text.color": figures.INK}):
-        drawn, axes = plt.subplots(1, 2, figsize=(figures.WIDTH, 3.4))
-        panels = (("memory.csv", "peak_bytes", "bytes", "memory", "as much"), ("speed.csv", "p50_ms", "time", "time", "as long"))
-        for axis, (file, column, quantity, what, times) in zip(axes, panels, strict=True):
+    panels = (("memory.csv", "peak_bytes", "bytes", "memory", "as much"), ("speed.csv", "p50_ms", "time", "time", "as long"))
+    with figures.new_figure(path) as drawn:
+        drawn.set_size_inches(figures.WIDTH, 3.4)
+        for axis, (file, column, quantity, what, times) in zip(drawn.subplots(1, 2), panels, strict=True):
             rows = [row for row in read(RESULTS / file) if row["direction"] == "forward+backward"]
             points = figures.lines(rows, "forward+backward", column, figures.LEADING)
             title, subtitle = figures.finding(points, times, what), f"forward + backward {on_a_cpu(rows[0])}: {what}"
@@ -209,8 +207,6 @@ def draw(path: Path) -> None:
             end = "".join(f"out of memory at {figures.short_length(length)}" for length in failed.values())
             figures.name_lines(axis, points, end_of_dense=end)
         drawn.tight_layout(w_pad=1.5)
-        drawn.savefig(path, dpi=figures.DPI, facecolor="white")
-        plt.close(drawn)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

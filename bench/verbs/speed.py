@@ -137,7 +137,7 @@ def run(options: argparse.Namespace) -> int:
     if options.device == "cpu":
         limit_memory(options.memory_limit)
     columns = (*COLUMNS, *timing.GPU_COLUMNS) if options.device == "cuda" else COLUMNS
-    table = Table(columns, stamp(options.device), options.csv, options.json)
+    table = Table(columns, stamp(options.device), options.csv)
     failures = Failures()
     try:
         for case in progress(chosen, str, work=lambda case: 1e8 + case.batch * case.heads * case.length**2):
@@ -210,7 +210,7 @@ def measure_new_lengths(method: str, count: int) -> dict[str, Any]:
 
 
 def run_new_lengths(options: argparse.Namespace) -> int:
-    table = Table(NEW_LENGTHS_COLUMNS, stamp("cpu"), options.csv, options.json)
+    table = Table(NEW_LENGTHS_COLUMNS, stamp("cpu"), options.csv)
     chosen = [name for name in (*OUR_METHODS, "sdpa", "dense_bias") if name in options.methods]
     case = f"b1 h4 n{SHORTEST}-{LONGEST} d64 full fp32"
     for method in progress(chosen, str):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bench.cases.methods import OURS
+from bench.cases.methods import METHODS, OURS
 from bench.measure import timing
 from bench.report import figures, summary
 from bench.report.rows import Table, stamp
@@ -97,9 +97,9 @@ def draw(rows: Sequence[dict[str, Any]], memory_limit: int, path: Path) -> None:
 
     def panels(alike: Sequence[dict[str, Any]], axes: Sequence[Any]) -> None:
         memory, milliseconds = axes
-        figures.draw_memory_panel(memory, alike, DIRECTION, None, "peak memory, lower is better")
+        figures.draw_memory_panel(memory, alike, DIRECTION, METHODS)
         title = figures.finding(figures.lines(alike, DIRECTION, "p50_ms", figures.LEADING), "as long", "Time")
-        times = figures.lines(alike, DIRECTION, "p50_ms")
+        times = figures.lines(alike, DIRECTION, "p50_ms", METHODS)
         figures.draw_panel(milliseconds, times, figures.STYLES, "time", title, "time, lower is better")
 
     what = f"Forward + backward. Memory: peak above the inputs, of {short_bytes(memory_limit)} at most."
