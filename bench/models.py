@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
+import contextlib
+import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -25,8 +25,8 @@ from .families import EVERY, FAMILIES, Family
 from .measure import timing
 from .report import summary
 from .report.models import tables
-from .report.progress import progress
-from .report.rows import ROOT, Table, stamp
+from .report.progress import interruptible, progress
+from .report.rows import Table, stamp
 from .report.text import short_bytes
 from .verbs.options import add_csv, add_list, add_machine, positive, positive_numbers, seconds
 
@@ -64,7 +64,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_machine(parser)
     add_csv(parser)
     parser.add_argument("--append", action="store_true", help="rows are added to those that the CSV file has")
-    parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)  # the process of one family
 
 
 class Size(NamedTuple):
@@ -283,21 +282,13 @@ def timers(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], dict
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.alone:
-        if options.device == "cpu":
-            limit_memory(options.memory_limit)
-        for row in Measurement(FAMILIES[options.families[0]], options).rows():
-            print(json.dumps(row), flush=True)
-        return 0
     import transformers  # noqa: F401 - each family has a process of its own, which would end without a reason
 
     table = Table(COLUMNS, stamp(options.device), options.csv, options.append)
-    try:
+    with interruptible():
         for name in options.families:
             for row in in_own_process(name, options):
                 table.add({"verb": "models", "dtype": options.dtype, **row})
-    except KeyboardInterrupt:
-        print("interrupted; what has been measured is kept")
     print(tables(table.rows) + summary.remarks(table.rows))
     statuses = [row["status"] for row in table.rows if row["method"] == OURS]
     return 1 if any(status.startswith(("wrong", "failed")) for status in statuses) else 0
@@ -305,14 +296,21 @@ def run(options: argparse.Namespace) -> int:
 
 def in_own_process(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The rows of one family as they come: its heap starts without holes, and a lack of memory ends only it."""
-    words = {"families": name, "memory-limit": options.memory_limit / 2**30}
-    words |= {option: getattr(options, option) for option in ("device", "dtype", "layers", "seconds", "rounds")}
-    words |= {option: ",".join(map(str, getattr(options, option))) for option in ("lengths", "batches", "methods", "directions")}
-    command = [sys.executable, "-m", "bench", "models", "--alone"]
-    command += ["--small"] * options.small + ["--no-memory"] * options.no_memory
-    command += [word for option, value in words.items() for word in (f"--{option}", str(value))]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as child:
-        for line in child.stdout or ():
-            yield json.loads(line)
-    if child.returncode != 0:
-        yield {"case": name, "method": OURS, "status": f"failed: ended with {child.returncode}, see above"}
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=send_rows, args=(name, options, sender), daemon=True)
+    process.start()
+    sender.close()
+    with contextlib.suppress(EOFError):
+        while True:
+            yield receiver.recv()
+    process.join()
+    if process.exitcode != 0:
+        yield {"case": name, "method": OURS, "status": f"failed: ended with {process.exitcode}, see above"}
+
+
+def send_rows(name: str, options: argparse.Namespace, sender: Connection) -> None:
+    if options.device == "cpu":
+        limit_memory(options.memory_limit)
+    for row in Measurement(FAMILIES[name], options).rows():
+        sender.send(row)

@@ -16,7 +16,7 @@ from triton_relattn.testing import Inputs, make_inputs
 from ..cases.attention import DTYPES
 from ..cases.baselines import BASELINES
 from ..cases.methods import OURS
-from ..report.progress import progress
+from ..report.progress import interruptible, progress
 from ..report.rows import Table, in_one_line, stamp
 from ..report.text import markdown_table
 from .options import add_csv, add_list, add_machine, positive
@@ -108,11 +108,9 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
 
 def run(options: argparse.Namespace) -> int:
     table = Table(COLUMNS, stamp(options.device), options.csv, options.append)
-    try:
+    with interruptible():
         for case, dtype in progress([(c, d) for c in options.cases for d in options.dtypes], " ".join):
             for row in measure(case, dtype, options):
                 table.add(row)
-    except KeyboardInterrupt:
-        print("interrupted; what has been measured is kept")
     print(markdown(table.rows))
     return 0

@@ -156,6 +156,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    from ..report.progress import interruptible
     from ..report.text import digits, table
 
     given = parse(options.verb, options.words)
@@ -167,14 +168,13 @@ def run(options: argparse.Namespace) -> int:
         for worker in workers:
             stack.callback(worker.stop)
         try:
-            for name, least in compare(workers[0], workers[1], given.seconds):
-                print(f"  {name}", file=sys.stderr, flush=True)
-                found.append((name, least))
+            with interruptible():
+                for name, least in compare(workers[0], workers[1], given.seconds):
+                    print(f"  {name}", file=sys.stderr, flush=True)
+                    found.append((name, least))
         except Failed as error:
             print(error, file=sys.stderr)
             return 1
-        except KeyboardInterrupt:
-            print("interrupted; what has been measured is kept")
     columns = list(dict.fromkeys(column for _, least in found for column in least[0]))
     head = [f"{unit}, here and at {options.ref}", *(word for column in columns for word in (column, "there", "ratio"))]
     body = []

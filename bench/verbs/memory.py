@@ -9,7 +9,7 @@ from ..cases.attention import Case
 from ..cases.methods import METHODS
 from ..measure import processes
 from ..report import summary
-from ..report.progress import progress
+from ..report.progress import interruptible, progress
 from ..report.rows import Table, stamp
 from . import speed
 from .options import add_measured, chosen_cases
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     by_length = sorted(chosen, key=lambda case: case.length)
     points = [(case, method, direction) for case in by_length for method in options.methods for direction in DIRECTIONS]
     skipped: dict[Any, str] = {}
-    try:
+    with interruptible():
         for case, method, direction in progress(
             points,
             outcome=lambda point: skipped.get(point, ""),
@@ -53,7 +53,5 @@ def run(options: argparse.Namespace) -> int:
                 skipped[case, method, direction] = row["status"]
             failures[direction].remember(case, [row])
             table.add(row)
-    except KeyboardInterrupt:
-        print("interrupted; what has been measured is kept")
     print(summary.memory(table.rows))
     return 1 if any(row["status"].startswith("failed") for row in table.rows) else 0

@@ -23,7 +23,7 @@ from ..cases.attention import Case
 from ..cases.methods import METHODS, OUR_METHODS, OURS
 from ..measure import processes, timing
 from ..report import summary
-from ..report.progress import progress
+from ..report.progress import interruptible, progress
 from ..report.rows import ROOT, Table, stamp
 from ..report.text import table as text_table
 from .options import add_list, add_measured, chosen_cases, positive, seconds
@@ -139,14 +139,12 @@ def run(options: argparse.Namespace) -> int:
     columns = (*COLUMNS, *timing.GPU_COLUMNS) if options.device == "cuda" else COLUMNS
     table = Table(columns, stamp(options.device), options.csv)
     failures = Failures()
-    try:
+    with interruptible():
         for case in progress(chosen, str, work=lambda case: 1e8 + case.batch * case.heads * case.length**2):
             rows = measure(case, options, failures.reasons(case))
             failures.remember(case, rows)
             for row in rows:
                 table.add(row)
-    except KeyboardInterrupt:
-        print("interrupted; what has been measured is kept")
     print(summary.speed(table.rows))
     return 1 if any(row["status"].startswith(("wrong", "failed")) for row in table.rows) else 0
 

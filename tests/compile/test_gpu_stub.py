@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.gpu.__main__ import DEFAULT, why_not
+from bench.gpu.__main__ import PARTS, why_not
 from bench.gpu.stub import FAULT, NAME, NOTE
 from bench.report.rows import ROOT, read
 from tests.conftest import PATIENCE
@@ -44,7 +44,7 @@ def test_all_parts(tmp_path: Path) -> None:
         done = run(script, tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
         assert " 0 of " in f" {done.stdout.splitlines()[-1]}"
-    outcomes = [json.loads((tmp_path / "state" / f"part-{part}.json").read_text()) for part in DEFAULT]
+    outcomes = [json.loads((tmp_path / "state" / f"part-{part}.json").read_text()) for part in PARTS]
     assert all(outcome["is_done"] and outcome["failed"] == outcome["skipped"] == 0 for outcome in outcomes)
     assert all(outcome["rows"] for outcome in outcomes if outcome["part"] != "sanitizer")
     rows = read(tmp_path / "measure" / "results.csv")

@@ -22,7 +22,7 @@ from bench.gpu import __main__ as gpu
 from bench.gpu import checks
 from bench.gpu import report as reports
 from bench.gpu.__main__ import SUMMARY_LINES, Run
-from bench.gpu.report import Outcome, State, kind
+from bench.gpu.report import Outcome, kind, wrong_kinds
 from bench.gpu.workers import Lost, spread
 from bench.measure import timing
 from tests.tolerance import assert_near
@@ -53,7 +53,7 @@ def test_workers() -> None:
     found = dict(spread(act, items, 1, time.monotonic() + 300, patience=30.0))
     assert list(found) == items and found["raise"] == Lost("ValueError: two lines")
     assert (found["crash"], found["hang"]) == (Lost("crashed: signal SIGSEGV"), Lost("no result after 30 s"))
-    processes = {item: each[1] for item, each in found.items() if not isinstance(each, Lost)}
+    processes = {item: result[1] for item, result in found.items() if not isinstance(result, Lost)}
     assert processes["one"] == processes["two"] and processes["three"] == processes["break"]
     assert len({processes[item] for item in ("two", "three", "four")}) == 3
     assert list(spread(act, ["hang", "one"], 1, time.monotonic() + 3)) == []
@@ -64,7 +64,7 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespa
     """Of a run on a GPU that nobody asks anything."""
     monkeypatch.setattr(reports, "stamp", lambda _: {})
     (tmp_path / "environment.json").write_text("{}")
-    return gpu.parse(["--results", str(tmp_path), "--state", str(tmp_path / "state"), "--seconds", "60", "--jobs", "1"])
+    return gpu.parse(["--results", str(tmp_path), "--state", str(tmp_path), "--seconds", "60", "--jobs", "1"])
 
 
 @pytest.mark.thorough
@@ -86,7 +86,7 @@ def test_parts_are_judged_one_by_one(
     }
     statuses = []
     for part, (outcome, then, _) in parts.items():
-        does = f"open({str(run.state.outcome_path(part))!r}, 'w').write({json.dumps(asdict(outcome))!r}); {then}"
+        does = f"open({str(Outcome.path(options.state, part))!r}, 'w').write({json.dumps(asdict(outcome))!r}); {then}"
         command = [sys.executable, "-c", f"import os, signal, time\n{does}"]
         monkeypatch.setattr(gpu, "part_command", lambda *_, command=command: command)
         run.run(part, 4.0)
@@ -95,41 +95,18 @@ def test_parts_are_judged_one_by_one(
     for outcome, (*_, status) in zip(run.outcomes, parts.values(), strict=False):
         assert outcome.status.startswith(status), outcome
     assert statuses[0] == 0 and set(statuses[1:]) == {1}
-    run.outcomes = [each for each in run.outcomes if not each.has_failed]
+    run.outcomes = [outcome for outcome in run.outcomes if not outcome.has_failed]
     assert len(run.outcomes) == 5 and run.status() == 3
     assert len(run.summary().splitlines()) <= SUMMARY_LINES
     assert capsys.readouterr().out == (options.results / "log.txt").read_text()
 
 
-def lacking_memory(check: checks.Check) -> list[dict[str, Any]]:
-    """A row, in a worker; the call with two heads finds no memory at first."""
-    tried = Path(os.environ["RELATTN_TRIED"])
-    if check.case.heads == 2 and not tried.exists():
-        tried.touch()
-        return [{"case": str(check), "status": "failed", "message": "OutOfMemoryError: CUDA out of memory"}]
-    return [{"case": str(check), "status": "ok", "message": ""}]
-
-
-def test_calls_that_lack_memory_run_again_alone(
-    options: argparse.Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Beside others a call may find no memory, which says nothing of its results."""
-    monkeypatch.setenv("RELATTN_TRIED", str(tmp_path / "tried"))
-    monkeypatch.setattr(checks.Check, "run", lacking_memory)
-    options.jobs = 2
-    report = reports.Report(options, "correctness")
-    every = [checks.Check(Case(1, heads, 20, 16)) for heads in (1, 2, 3)]
-    checks.check_all(every, options, report, time.monotonic() + 60)
-    assert sorted((row["case"], row["status"]) for row in report.checks.rows) == [(str(check), "ok") for check in every]
-    assert report.outcome.note == "3 of 3 calls; 1 of them alone" and not report.outcome.failed
-
-
-def test_what_a_check_found_to_be_wrong_is_not_timed(options: argparse.Namespace) -> None:
+def test_what_a_check_found_to_be_wrong_is_not_timed(options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of its kind, whatever their length, and no others."""
-    report, case = reports.Report(options, "correctness"), Case(4, 32, 4096, 64)
-    failed = {"case": "", "status": "FAILED", "message": "d_key"}
-    checks.add_rows(next(checks.stand_ins(case)), [failed], report)
-    wrong = State(options.state).wrong_kinds()
+    monkeypatch.setattr(checks.Check, "run", lambda *_: [{"case": "", "status": "FAILED", "message": "d_key"}])
+    case, options.jobs = Case(4, 32, 4096, 64), 0
+    checks.check_all([next(checks.stand_ins(case))], options, reports.Report(options, "correctness"), time.monotonic() + 60)
+    wrong = wrong_kinds(options.state)
     assert kind(replace(case, batch=1, length=16384)) in wrong
     for other in (case.without_table(), replace(case, is_causal=True), replace(case, rows=129), replace(case, head_dim=128)):
         assert kind(other) not in wrong
