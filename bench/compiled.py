@@ -31,8 +31,6 @@ from triton_relattn.kernels.introspect import (
     forward,
     grid_backward,
     grid_forward,
-    queries_apart,
-    rows_of_program,
     selection,
     tuning,
 )
@@ -94,13 +92,6 @@ def configurations(case: Case, direction: str, device: str) -> str:
     call = Call(tensors, spec)
     names = [name for name in launched(tensors) if name in DIRECTIONS[direction]]
     return ", ".join(f"{name} {tuning.shown(call.tile(name))}" for name in names)
-
-
-def own_tile(kernel: str, config: selection.TileConfig, dtype: torch.dtype = torch.bfloat16) -> tuple[int, int]:
-    """How many queries by how many keys or rows of a table a program adds to its sums in a turn of its loop."""
-    if kernel != "dtable":
-        return config.block_m, config.block_n
-    return config.block_m, rows_of_program(config.block_n, queries_apart(8 * dtype.itemsize))
 
 
 def compiled(

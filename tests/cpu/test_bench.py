@@ -71,9 +71,9 @@ def test_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directions = {"forward", "forward+backward"}
     assert {(row["method"], row["direction"]) for row in rows} == {(m, d) for m in METHODS for d in directions}
     statuses = {row["method"]: row["status"] for row in rows}
-    assert statuses["skewing"] == "does not apply: needs a row for every distance"
-    assert statuses["flex_attention"] == "does not apply: needs a C++ compiler"
-    assert statuses["onnxruntime"] == "does not apply: for a CPU, in float32, all keys seen"
+    assert statuses["skewing"] == "does not apply: needs one table for the keys with a row for every distance"
+    assert statuses["flex_attention"] == "cannot run: NotImplementedError: needs a C++ compiler"
+    assert statuses["onnxruntime"] == "cannot run: NotImplementedError: for float32, all keys seen"
     timed = [row for row in rows if row["status"] == "ok"]
     assert {row["method"] for row in timed} == {OURS, "plain", "sdpa", "shaw_gather", "gather", "dense_bias"}
     for row in timed:
@@ -100,7 +100,7 @@ def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         "missing": raising(ImportError("no package")),
     }
     for name, make in made.items():
-        monkeypatch.setitem(METHODS, name, Method("baseline", "made up", make, lambda case, device: None))
+        monkeypatch.setitem(METHODS, name, Method("baseline", "made up", make))
     ladder(monkeypatch, 32, 64)
     path = tmp_path / "speed.csv"
     assert main(["speed", *SMALL, "--methods", ",".join(made), "--seconds", "0", "--csv", str(path)]) == 1
