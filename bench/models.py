@@ -250,8 +250,8 @@ class Measurement:
             timed.append(timing.Timed(point.method, point.direction, self.found[point], step=one))
         options = self.options
         timing.time_in_turn(timed, options.device, options.seconds, max(ROUNDS, options.rounds), fewest=options.rounds)
-        for each in timed:
-            each.found |= timing.percentiles(each.milliseconds)
+        for one in timed:
+            one.found |= timing.percentiles(one.milliseconds)
 
     def attempt(self, work: Callable[[], object], point: Point) -> None:
         """Do something with a method that nothing speaks against."""
@@ -276,7 +276,7 @@ def timers(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], dict
 
             def time_once(timed: list[timing.Timed] = timed) -> dict[str, float]:
                 timing.time_in_turn(timed, options.device, 0.0, 1, fewest=1)
-                return {each.direction: each.milliseconds[-1] for each in timed}
+                return {one.direction: one.milliseconds[-1] for one in timed}
 
             yield f"{name}, {size}", time_once
 

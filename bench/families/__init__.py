@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from . import inputs, parts
-from .family import Family
+from .family import Family, Sizes
 from .inputs import features, tokens, translation
 
 __all__ = ["EVERY", "FAMILIES", "Family", "output"]
@@ -55,9 +55,9 @@ SEW_D = {**CONVOLUTION, "position_buckets": 8, "max_position_embeddings": 20}
 SPEECHT5 = {"hidden_size": 32, "encoder_attention_heads": 4, "encoder_ffn_dim": 48, "encoder_max_relative_position": 7}
 GRANITE = {"hidden_dim": 32, "num_heads": 4, "context_size": 8, "max_pos_emb": 10, "conv_kernel_size": 5}
 GRANITE |= {"input_dim": 12, "output_dim": 10}
-GRANITE5 = {**SMALL, "vocab_size": 10, "num_mel_bins": 3, "max_position_embeddings": 10, "context_size": 8}
+GRANITE5: Sizes = {**SMALL, "vocab_size": 10, "num_mel_bins": 3, "max_position_embeddings": 10, "context_size": 8}
 GRANITE5 |= {"conv_kernel_size": 5, "subsample_layers": [1]}
-GEMMA3N = {"hidden_size": 32, "conf_num_attention_heads": 4, "input_feat_size": 16, "conf_reduction_factor": 1}
+GEMMA3N: Sizes = {"hidden_size": 32, "conf_num_attention_heads": 4, "input_feat_size": 16, "conf_reduction_factor": 1}
 GEMMA3N |= {"sscp_conv_channel_size": [16, 4]}
 GEMMA4 = {"hidden_size": 32, "num_attention_heads": 4, "subsampling_conv_channels": [16, 4], "output_proj_dims": 16}
 PHI4 = {**SMALL, "input_size": 16, "nemo_conv_channels": 8, "bias_max_distance": 9}
@@ -146,7 +146,7 @@ LARGE_SAM = {"image_size": 1024}
 VITDET = {"use_relative_position_embeddings": True}
 
 
-def grid(name: str, prefix: str, stock: tuple[str, ...] = EAGER, small: Any = SAM, real: Any = LARGE_SAM) -> Family:
+def grid(name: str, prefix: str, stock: tuple[str, ...] = EAGER, small: Sizes = SAM, real: Sizes = LARGE_SAM) -> Family:
     """Layers of a vision encoder; each implementation of its attention is a class of its own."""
     layer, variants = f"{prefix}Layer", tuple({"implementation": implementation} for implementation in stock[1:])
     alone = partial(parts.LayersOnAGrid, name, layer)

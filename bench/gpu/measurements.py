@@ -95,7 +95,7 @@ def time_kernels(case: Case) -> list[dict[str, Any]]:
         rows.append(row)
         timed.append(timing.Timed(row["method"], row["direction"], row, step=step))
     timing.time_in_turn(timed, "cuda", 0.6, ROUNDS)
-    return [row | timing.times(each, "cuda") for row, each in zip(rows, timed, strict=True)]
+    return [row | timing.times(one, "cuda") for row, one in zip(rows, timed, strict=True)]
 
 
 def measure_case(item: tuple[Case, dict[str, str]], options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -124,10 +124,10 @@ def measure_all(
     """Rows of all cases until the deadline, each written when it is there; in a process of their own, which may end."""
     cases, rounds = cases[: options.most], options.most or rounds
     failures, done = speed.Failures(), 0
-    known = argparse.Namespace(state=options.state, device="cuda", methods=methods, rounds=rounds, no_verify=False)
+    shared = argparse.Namespace(state=options.state, device="cuda", methods=methods, rounds=rounds, no_verify=False)
     too_large = {"shaw_gather": "not tried: takes N^2 D numbers"}
     items = ((case, failures.reasons(case) | (too_large if case.length > 1024 else {})) for case in cases)
-    for (case, _), rows in spread(partial(measure_case, options=known), items, min(1, options.jobs), deadline, PATIENCE):
+    for (case, _), rows in spread(partial(measure_case, options=shared), items, min(1, options.jobs), deadline, PATIENCE):
         done += 1
         if isinstance(rows, Lost):
             report.fail(f"{case}: {rows.reason}")
@@ -170,12 +170,12 @@ def measure_memory(options: argparse.Namespace, report: Report, deadline: float)
     cases = choose(["memory"])
     ladder = sorted([*cases, *(replace(case, rows=CLIPPED) for case in cases)], key=lambda case: case.length)[: options.most]
     failures = {direction: speed.Failures() for direction in memory.DIRECTIONS}
-    known = argparse.Namespace(device="cuda", no_verify=False, memory_limit=4 << 30)
+    shared = argparse.Namespace(device="cuda", no_verify=False, memory_limit=4 << 30)
     for case, method, direction in itertools.product(ladder, PEAKS, memory.DIRECTIONS):
         if time.monotonic() > deadline:
             report.skip(1)
             continue
-        row = memory.measure(case, method, direction, known, failures[direction].reasons(case))
+        row = memory.measure(case, method, direction, shared, failures[direction].reasons(case))
         failures[direction].remember(case, [row])
         report.add_measured(row)
     report.say(summary.memory(report.measured.rows))

@@ -20,11 +20,11 @@ from ..cases.methods import METHODS
 Name = TypeVar("Name", str, int)
 
 
-def some_of(known: Sequence[Name]) -> Callable[[str], list[Name]]:
-    """A parser of a list with commas between its values, all of which must be known."""
+def some_of(choices: Sequence[Name]) -> Callable[[str], list[Name]]:
+    """A parser of a list with commas between its values, all of which must be choices."""
 
     def parse(text: str) -> list[Name]:
-        names = {str(value): value for value in known}
+        names = {str(value): value for value in choices}
         values = [value.strip() for value in text.split(",")]
         if unknown := [value for value in values if value not in names]:
             raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; there are {', '.join(names)}")
@@ -34,16 +34,16 @@ def some_of(known: Sequence[Name]) -> Callable[[str], list[Name]]:
 
 
 def add_list(
-    parser: argparse.ArgumentParser, name: str, known: Sequence[Name], default: Sequence[Name] | None, what: str = ""
+    parser: argparse.ArgumentParser, name: str, choices: Sequence[Name], default: Sequence[Name] | None, what: str = ""
 ) -> None:
-    """An option ``--name`` that takes some of what is known: names without blanks and commas, which separate them."""
-    others: list[str] = [str(value) for value in known if value not in (default or ())]
+    """An option ``--name`` that takes some of what is choices: names without blanks and commas, which separate them."""
+    others: list[str] = [str(value) for value in choices if value not in (default or ())]
     usual = ", ".join(map(str, default or ()))
-    if default and len(others) <= 1 < len(known):
+    if default and len(others) <= 1 < len(choices):
         usual = " but ".join(("all", *others))
-    text = f"{what}, some of: " * bool(what) + ", ".join(map(str, known)) + f" (default: {usual})" * bool(usual)
+    text = f"{what}, some of: " * bool(what) + ", ".join(map(str, choices)) + f" (default: {usual})" * bool(usual)
     chosen = None if default is None else list(default)
-    parser.add_argument(f"--{name}", type=some_of(known), default=chosen, metavar="A,B", help=text)
+    parser.add_argument(f"--{name}", type=some_of(choices), default=chosen, metavar="A,B", help=text)
 
 
 def available_device() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -48,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     by_verb = {verb: [row for row in rows if row["verb"] == verb] for verb in COLUMNS}
     options.out.mkdir(parents=True, exist_ok=True)
     methods = options.methods or tuple(LEADING)
-    drawings = {
+    drawings: dict[str, Callable[[Sequence[Row], Path], None]] = {
         "memory": partial(draw_memory, methods=methods),
         "speed": partial(draw_speed, methods=methods),
         "models": models.draw,

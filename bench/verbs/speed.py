@@ -165,7 +165,7 @@ def timers(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], dict
                 directions = options.directions or default_directions(options.device)
                 timed = [timing.Timed(OURS, direction, step=steps[direction]) for direction in directions]
                 timing.time_in_turn(timed, options.device, 0.0, 1, fewest=1)
-                return {each.direction: each.milliseconds[0] for each in timed}
+                return {one.direction: one.milliseconds[0] for one in timed}
 
             yield f"{case}{', no table' * (method != OURS)}", time_once
 

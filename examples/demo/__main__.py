@@ -76,9 +76,9 @@ def check(device: str, lengths: list[int]) -> list[str]:
     print(table(header, [row.cells() for row in rows]))
 
     methods = timing.prepare(make_case(lengths[0], "fp32"), COMPARED, [DIRECTION], device, {})
-    errors = ", ".join(f"{each.method} {each.found.get('error', float('nan')):.1e}" for each in methods)
+    errors = ", ".join(f"{timed.method} {timed.found.get('error', float('nan')):.1e}" for timed in methods)
     print(f"\nThe methods to be measured, at length {lengths[0]}: distance from float64, of the result's norm\n  {errors}")
-    wrong = [f"{each.method}: {each.found['status']}" for each in methods if not each.is_ok]
+    wrong = [f"{timed.method}: {timed.found['status']}" for timed in methods if not timed.is_ok]
     return [row.problem for row in rows if row.problem is not None] + wrong
 
 
