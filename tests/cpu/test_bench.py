@@ -258,7 +258,7 @@ def test_a_model_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp
     path = tmp_path / "models.csv"
     assert main(models_command("--families", "vits", "--lengths", "24", "--directions", "forward", "--csv", str(path))) == 1
     ours, eager, sdpa = read(path)
-    assert ours["status"].startswith("wrong: out is off by") and not ours["p50_ms"]
+    assert ours["status"].startswith("wrong: off by") and not ours["p50_ms"]
     assert eager["status"] == "ok" and eager["p20_ms"]
     assert sdpa["status"] == "does not apply: the model has none" and not sdpa["p50_ms"]
 
