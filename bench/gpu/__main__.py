@@ -103,14 +103,14 @@ def part_command(part: str, options: argparse.Namespace, seconds: float) -> list
 
 
 def run_here(part: str, options: argparse.Namespace) -> None:
-    """Run a part in this process; what became of it is in a file."""
+    """Run a part in this process."""
     report = Report(options, part)
     try:
         PARTS[part][0](options, report, options.until)
     except Exception as error:
         report.say(traceback.format_exc())
         report.fail(in_one_line(error))
-        report.done(report.outcome.note)
+        report.done()
 
 
 def compiled_kernels() -> int:
@@ -147,15 +147,16 @@ class Run:
         if seconds < LEAST_SECONDS:
             self.outcomes.append(Outcome(part, ended="cut off after 0 s", note="there was no time left"))
             return
-        state, began, status, interrupted = self.options.state, time.monotonic(), None, True
+        outcome, began = Outcome(part, ended="interrupted"), time.monotonic()
+        self.outcomes.append(outcome)
         self.say(f"== {part}, {seconds:.0f} s from {began - self.started:.0f} s on")
-        Outcome.path(state, part).unlink(missing_ok=True)
-        try:
-            status, interrupted = watch(part_command(part, self.options, seconds), seconds + GRACE, self.say), False
-        finally:
-            outcome = Outcome.judged(state, part, status, time.monotonic() - began)
-            outcome.ended = "interrupted" if interrupted else outcome.ended
-            self.outcomes.append(outcome)
+
+        def hear(line: str) -> None:
+            if outcome.hear(line):
+                self.say(line)
+
+        status = watch(part_command(part, self.options, seconds), seconds + GRACE, hear)
+        outcome.end(status, time.monotonic() - began)
         self.say(f"{part}: {outcome.line()}")
 
     def summary(self) -> str:
@@ -165,7 +166,7 @@ class Run:
             lines.append(f"{outcome.part:13} {outcome.rows:4} rows  {outcome.line()}"[:200])
         failed = [outcome.part for outcome in self.outcomes if outcome.has_failed]
         last = [f"{compiled_kernels() - self.num_cached} kernels compiled, {self.num_cached} were there before"]
-        last += [f"not timed, since checks failed: {kind}" for kind in sorted(wrong_kinds(self.options.state))][:5]
+        last += [f"not timed, since checks failed: {kind}" for kind in sorted(wrong_kinds(self.options.state) or ())][:5]
         last += [f"{len(failed)} of {len(self.outcomes)} parts failed{': ' * bool(failed)}{', '.join(failed)}"]
         errors = [f"    {outcome.part}: {error}" for outcome in self.outcomes for error in outcome.errors]
         return "\n".join([*lines, *errors[: SUMMARY_LINES - len(lines) - len(last)], *last])

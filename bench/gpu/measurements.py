@@ -26,7 +26,7 @@ from triton_relattn._core.residual import keeps_residual
 from triton_relattn.kernels.introspect import Call, TileConfig, backward, forward, tuning
 
 from .checks import check_all, kernels_alone, synchronize, timed_checks
-from .report import Outcome, Report, kind, wrong_kinds
+from .report import Report, kind, wrong_kinds
 from .workers import Lost, spread
 
 OURS_AND_BOUNDS = (*OUR_METHODS, "sdpa_flash", "sdpa_cudnn")
@@ -101,15 +101,15 @@ def time_kernels(case: Case) -> list[dict[str, Any]]:
 def measure_case(item: tuple[Case, dict[str, str]], options: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of a case. A kind of ours that a check found to be wrong is not timed."""
     case, not_tried = item
-    wrong = {name for name in OUR_METHODS if kind(METHODS[name].case(case)) in wrong_kinds(options.state)}
+    found_wrong = wrong_kinds(options.state)
+    wrong = {name for name in OUR_METHODS if kind(METHODS[name].case(case)) in (found_wrong or ())}
     rounds = min(options.rounds, LONG_ROUNDS) if case.length >= LONG else options.rounds
     not_tried = not_tried | dict.fromkeys(wrong, "wrong: see the checks")
     prepared = timing.prepare(case, options.methods, timing.DIRECTIONS, "cuda", not_tried)
     timing.time_in_turn(prepared, "cuda", 0.0, rounds, fewest=rounds)
     rows = speed.make_rows(case, prepared, options)
-    is_checked = Outcome.path(options.state, "correctness").exists()
     for row in rows:
-        row["verified"] = "yes" if is_checked and not row["status"].startswith("wrong") else "no"
+        row["verified"] = "no" if found_wrong is None or row["status"].startswith("wrong") else "yes"
     return rows
 
 
