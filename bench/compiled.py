@@ -43,7 +43,7 @@ DIRECTIONS = {"forward": selection.KERNELS[:1], "backward": selection.KERNELS[1:
 
 @contextmanager
 def selected_for(target: str) -> Iterator[None]:
-    """Within, launchers choose configurations for the target."""
+    """Let launchers choose configurations for the target."""
     answers = {"architecture": lambda _: target, "multiprocessors": lambda _: architecture_of(target).multiprocessors}
     with ExitStack() as stack:
         for name, answer in answers.items():
@@ -146,7 +146,7 @@ class Resources:
         return next((loop for loop in self.loops if matrix_instructions(loop)), self.loops[0] if self.loops else Counter())
 
     def fits(self, target: str) -> bool:
-        """Whether a program can run there at all."""
+        """Whether a program can run on the target at all."""
         limits = architecture_of(target)
         fits = self.shared_bytes <= limits.shared_memory and self.registers <= limits.most_registers
         return fits and self.tensor_memory <= 512

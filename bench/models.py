@@ -254,7 +254,7 @@ class Measurement:
 
 
 def timers(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
-    """For compare: each enabled model at each size, and what runs it once and returns milliseconds."""
+    """For compare: each enabled model at each size, and a function that times it once, in milliseconds."""
     for name in options.families:
         for size in sizes(options):
             model = build(FAMILIES[name], options)

@@ -1,4 +1,4 @@
-"""Who is measured: this package, what people write today, lower bounds, and other packages."""
+"""Methods to measure: this package, what people write today, lower bounds, and other packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run writes: lines, rows of two files, and for a later run which kinds of calls are wrong.
+"""What a run on a GPU writes: lines, rows of two files, and the kinds of calls that are wrong.
 
 In the results folder there are log.txt, environment.json, checks.csv (verdicts and single figures) and results.csv (times and
 memory). The state folder outlasts a run: its wrong.txt has the kinds of calls whose results are wrong.
@@ -27,7 +27,7 @@ from .workers import ending, watch
 CHECKS = ("part", "case", "variant", "direction", "value", "unit", "status", "message")
 MOST_ERRORS = 5
 FAILED, DONE = "  failed: ", "done: "
-"""How a part's lines begin that say of a row that it failed, and what the part came to: what Outcome.hear reads."""
+"""Beginnings of a part's lines that Outcome.hear reads: of a row that failed, and of the last line."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Outcome:
     ended: str = ""
 
     def hear(self, line: str) -> bool:
-        """Take in a line; return whether it is for the log."""
+        """Read a line of the part; return whether it is for the log."""
         if line.startswith(DONE):
             self.rows, self.skipped, self.note = json.loads(line.removeprefix(DONE))
             self.is_done = True
@@ -85,7 +85,7 @@ class Outcome:
 
 
 def kind(case: Case) -> str:
-    """What calls whose kernels are alike but for lengths have in common."""
+    """The kind of a call: calls of the same kind have the same kernels, at any length."""
     return str(case.resized(1, batch=1, heads=1, key_heads=case.key_heads and 1, num_queries=None))
 
 

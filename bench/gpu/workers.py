@@ -1,4 +1,4 @@
-"""Processes that may crash, hang or print without end: whoever waits for them gets an answer and goes on."""
+"""Processes that may crash or hang: who waits for them gets an answer in time."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ Points = Sequence[tuple[int, float]]
 """Length and value."""
 Styles = Mapping[str, dict[str, Any]]
 KIND = ("group", "head_dim", "rel_dim", "table", "is_causal", "dtype")
-"""Rows that agree in these are points of the same lines."""
+"""Columns that the points of a line have in common."""
 INK, MUTED, GRID = "#1f2933", "#6b7785", "#e3e8ee"
 # Ours in a strong colour; the baselines are told apart by lightness and marker, also in print and by the colour-blind.
 STYLES: dict[str, dict[str, Any]] = {
@@ -43,7 +43,7 @@ STYLES: dict[str, dict[str, Any]] = {
 BEST_DENSE = "dense"
 """The best of the dense methods at each length."""
 LEADING = {OURS: "triton_relattn", BEST_DENSE: "best dense PyTorch", "sdpa": "SDPA without positions"}
-"""What figures show unless methods are named, and how it is called there."""
+"""Methods that figures show by default, and their names there."""
 LEADING_STYLES: dict[str, dict[str, Any]] = {
     OURS: STYLES[OURS],
     BEST_DENSE: STYLES["shaw_gather"],

@@ -23,17 +23,17 @@ BOTH = DIRECTIONS[1]
 FLASH, CUDNN, FLEX = "sdpa_flash", "sdpa_cudnn", "flex_attention"
 SDPA_BIAS = ("sdpa_bias_efficient", "sdpa_bias_cudnn")
 STALLED = 1.1
-"""The median by the fastest fifth of the rounds, from which on the host stalled the GPU in most of them."""
+"""A median over the 20th percentile that is larger means that the host stalled the GPU in most rounds."""
 GAIN = 1.05
-"""A ratio of two medians that is more than chance."""
+"""A larger ratio of two medians is no chance."""
 REPEATED = 1.1
-"""The ratio of a call's medians in two runs, the larger by the smaller, up to which the time repeated."""
+"""A call's time repeated if its medians in two runs differ by no more than this factor."""
 README_LENGTHS = ("1024", "4096", "16384")
 CHANGED = "Since then four rows of tile sizes were retuned and launches are cached again; that was not timed on a GPU."
 
 
 def load_times(group: str | None = None, run: str = "measure") -> Rows:
-    """Times of whole calls that a run has, of one group or of all."""
+    """Times of whole calls in a run, of one group or of all."""
     rows = [row for row in read(RESULTS / run / "results.csv") if row["verb"] == "speed" and row["p50_ms"]]
     return {(row["case"], row["method"], row["direction"]): row for row in rows if group in (None, row["group"])}
 

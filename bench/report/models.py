@@ -81,7 +81,7 @@ def values(rows: Sequence[Row], length: int, column: str) -> dict[str, dict[str,
 
 
 def over_ours(rows: Sequence[Row], length: int, column: str) -> Ratios:
-    """By family, how many times ours the best of the stock ways takes."""
+    """By family, time or memory of the best stock method over ours."""
     found: Ratios = {}
     for case, measured in values(rows, length, column).items():
         stock = [value for method, value in measured.items() if method != OURS]
@@ -163,7 +163,7 @@ NAMES_WIDE, BARS_WIDE, COLUMN, ROW, TITLE = 1.75, 1.6, 4.0, 0.19, 0.62  # inches
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """How many times our time and memory the best stock way takes: a bar for each family, those with the largest gain first.
+    """Time and memory of the best stock method over ours: a bar per family, the largest gain first.
 
     On the left at the longest length of each family, on the right at the shortest of all. Of a single family, all lengths.
     """

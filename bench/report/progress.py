@@ -14,7 +14,7 @@ Item = TypeVar("Item")
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let Ctrl-C end the measurements, but not what follows: the report of those that there are."""
+    """Let Ctrl-C end the measurements, but not the report that follows."""
     try:
         yield
     except KeyboardInterrupt:

@@ -55,14 +55,14 @@ def across_methods(rows: Sequence[Row], direction: str, column: str, show: Calla
 
 
 def remarks(rows: Sequence[Row]) -> str:
-    """A line for everything that could not be measured, except what was not even tried."""
+    """A line for all that failed, without what was not tried."""
     lines = (f"{row['method']}, {row['direction']}, {row['case']}: {row['status']}" for row in rows)
     wanted = [line for line, row in zip(lines, rows, strict=True) if not row["status"].startswith(NO_REMARK)]
     return "".join(f"  {line}\n" for line in dict.fromkeys(wanted))
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Time and memory of one kind of case, lengths down and methods across, a table for each and each direction."""
+    """Time and memory of one kind of case, a table per direction: lengths down, methods across."""
     parts = []
     for column, unit, scale in (("p50_ms", "ms", 1.0), ("peak_bytes", "MiB", 2**20)):
         for direction in DIRECTIONS:
@@ -102,7 +102,7 @@ def _directions(rows: Sequence[Row]) -> list[str]:
 
 
 def new_lengths(rows: Sequence[Row]) -> str:
-    """Time and memory of lengths that a process has never met, as Markdown."""
+    """Time and memory of lengths that are new to a process, as Markdown."""
     body = []
     for row in (row for row in rows if row["status"] == "ok"):
         times = (short_time(float(row[name])) for name in ("first_ms", "again_ms"))

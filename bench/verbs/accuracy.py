@@ -1,4 +1,4 @@
-"""Errors against float64, of this package and of what people write today in the same precision."""
+"""Errors against float64, of this package and of common baselines in the same precision."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EAGER, SDPA = "eager", "sdpa"
 METHODS = (OURS, EAGER, SDPA)
 """Ours; S by skewing, then the formula as it stands; S as the attn_mask of scaled_dot_product_attention."""
 OUTLIERS = {"near_12800": (320.0, 320.0, 0.0), "near_minus_200": (40.0, -40.0, 0.0)}
-"""Values of query, key and table in one channel: a constant in all logits, which changes nothing but what roundings are relative
+"""Values of query, key and table in one channel: a constant in all logits, which changes only what roundings are relative
 to. 320 * 320 is beyond float16."""
 SHARED = "shared_table"
 CASES = ("normal", "sharp", *OUTLIERS, SHARED)
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def inputs(case: str, dtype: str, length: int, device: str) -> Inputs:
-    """Full attention with a table of 2 length - 1 rows, normally distributed but for what the case says."""
+    """Full attention with a table of 2 length - 1 rows, normally distributed apart from the case's outliers."""
     heads = (4, 16) if case == SHARED else (1, 8)
     drawn = make_inputs(
         *heads, length, length, 64, num_rows=2 * length - 1, dtype=DTYPES[dtype], device=device, seed=0, sharp=case == "sharp"

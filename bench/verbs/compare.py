@@ -1,4 +1,4 @@
-"""Time here beside another commit, or another checkout: the package of each in a process of its own, in turn, the least of all.
+"""Time here beside another commit or checkout: each package in its own process, in turn, the least of all runs.
 
 ``python -m bench compare REF speed --shape b1,h8,n2048``. REF: a commit, branch or tag, or a folder with a checkout. The verbs
 are speed, host and models, with their own options; ``--seconds`` is the time of each case. Cases, models and clock are those of
@@ -103,7 +103,7 @@ def parse(verb: str, words: list[str]) -> argparse.Namespace:
 
 @contextmanager
 def checkout(ref: str) -> Iterator[Path]:
-    """A folder with the package at a commit, which is gone afterwards; a folder that has the package as it is."""
+    """A temporary folder with the package at a commit; if ref is a folder with the package, that one."""
     if (Path(ref) / "triton_relattn").is_dir():
         yield Path(ref).resolve()
         return

@@ -1,4 +1,4 @@
-"""Command-line options that several verbs have."""
+"""Command-line options that verbs share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Name = TypeVar("Name", str, int)
 
 
 def some_of(choices: Sequence[Name]) -> Callable[[str], list[Name]]:
-    """A parser of a list with commas between its values, all of which must be choices."""
+    """A parser of a comma-separated list of choices."""
 
     def parse(text: str) -> list[Name]:
         names = {str(value): value for value in choices}
@@ -36,7 +36,7 @@ def some_of(choices: Sequence[Name]) -> Callable[[str], list[Name]]:
 def add_list(
     parser: argparse.ArgumentParser, name: str, choices: Sequence[Name], default: Sequence[Name] | None, what: str = ""
 ) -> None:
-    """An option ``--name`` that takes some of what is choices: names without blanks and commas, which separate them."""
+    """An option ``--name`` that takes a comma-separated list of choices."""
     others: list[str] = [str(value) for value in choices if value not in (default or ())]
     usual = ", ".join(map(str, default or ()))
     if default and len(others) <= 1 < len(choices):
@@ -87,7 +87,7 @@ def new_file(text: str) -> Path:
 
 
 def interpreted() -> bool:
-    """Whether kernels are interpreted in this process, and cannot be compiled; it is then printed."""
+    """Whether kernels are interpreted in this process and cannot be compiled; prints what to do."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         print("kernels are interpreted in this process, not compiled: unset TRITON_INTERPRET")
         return True
@@ -115,7 +115,7 @@ def add_cases(parser: argparse.ArgumentParser, default: Sequence[str] | None) ->
 
 
 def add_shape(parser: argparse.ArgumentParser) -> None:
-    """``--shape`` and what belongs to it, for a call of one's own; chosen_cases reads them."""
+    """``--shape`` and its options, for a call of one's own; chosen_cases reads them."""
     parser.add_argument(
         "--shape",
         type=shape,

@@ -1,4 +1,4 @@
-"""Figures and tables from the CSV files of speed, memory and models, and from nothing else."""
+"""Figures and tables from the CSV files of speed, memory and models alone."""
 
 from __future__ import annotations
 

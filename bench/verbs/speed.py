@@ -116,7 +116,7 @@ class Failures:
         self._reasons: dict[Case, dict[str, str]] = {}
 
     def reasons(self, case: Case) -> dict[str, str]:
-        """By method, why it is not tried. Cases that differ in length and in the number of sequences and heads are of a kind."""
+        """By method, why it is not tried. Cases of a kind differ in length and in the number of sequences and heads."""
         return self._reasons.setdefault(case.resized(1, batch=1, heads=1, group=""), {})
 
     def remember(self, case: Case, rows: Iterable[dict[str, Any]]) -> None:
@@ -154,7 +154,7 @@ def default_directions(device: str) -> list[str]:
 
 
 def timers(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
-    """For compare: each case with its table and without, and what runs our operator once and returns milliseconds."""
+    """For compare: each case with its table and without, and a function that times our operator once, in milliseconds."""
     for case in chosen_cases(options, cases.default_groups(options.device)):
         inputs = case.inputs(options.device)
         for method in [name for name in OUR_METHODS if name in options.methods]:
@@ -171,7 +171,7 @@ def timers(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], dict
 
 
 def print_list(device: str) -> int:
-    """What there is to measure."""
+    """Print cases and methods."""
     for name, group in cases.GROUPS.items():
         print(f"{name}{' (default here)' * (name in cases.default_groups(device))}")
         print("".join(f"  {case}\n" for case in group))
@@ -182,7 +182,7 @@ def print_list(device: str) -> int:
 
 
 def new_lengths(count: int) -> list[int]:
-    """Lengths, no two the same as long as there are so many, in an order of no meaning."""
+    """Lengths in random order, which repeat only once all have occurred."""
     shuffled = list(range(SHORTEST, LONGEST + 1))
     random.Random(0).shuffle(shuffled)
     return [shuffled[number % len(shuffled)] for number in range(count)]

@@ -60,7 +60,7 @@ def test_workers() -> None:
 
 @pytest.fixture
 def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
-    """Of a run on a GPU that nobody asks anything."""
+    """Options of a run whose report asks no GPU."""
     monkeypatch.setattr(reports, "stamp", lambda _: {})
     (tmp_path / "environment.json").write_text("{}")
     return gpu.parse(["--results", str(tmp_path), "--state", str(tmp_path), "--seconds", "60", "--jobs", "1"])
