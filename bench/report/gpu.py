@@ -9,7 +9,7 @@ from typing import Any
 
 from ..cases.methods import OURS
 from . import summary
-from .rows import ROOT, read
+from .rows import ROOT, pivot, read
 from .summary import DENSE, DIRECTIONS
 from .text import digits, markdown_table, short_bytes
 
@@ -191,10 +191,8 @@ def peaks() -> list[Row]:
 
 def memory_sentence() -> str:
     """Peaks of ours and of the leanest dense method, at the longest length that both have."""
-    found: dict[int, dict[str, float]] = {}
-    for row in peaks():
-        if row["direction"] == BOTH and row["peak_bytes"]:
-            found.setdefault(int(row["seqlen"]), {})[row["method"]] = float(row["peak_bytes"])
+    rows = pivot((row for row in peaks() if row["direction"] == BOTH), ["seqlen"], "peak_bytes")
+    found = {int(length): by_method for (length,), by_method in rows.items()}
     length = max(n for n, by_method in found.items() if OURS in by_method and any(name in by_method for name in DENSE))
     dense = min(found[length][name] for name in DENSE if name in found[length])
     return (

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..cases.methods import OURS
 from .figures import INK, MUTED, SMALL, STYLES, WIDTH, Row, caption, new_figure
+from .rows import pivot
 from .summary import DIRECTIONS
 from .text import digits, markdown_table
 
@@ -72,12 +73,9 @@ def is_single(row: Row) -> bool:
 
 def values(rows: Sequence[Row], length: int, column: str) -> dict[str, dict[str, float]]:
     """By family and method, a column of what was measured, forward and backward of one sequence."""
-    found: dict[str, dict[str, float]] = {}
-    for row in rows:
-        wanted = (row["direction"], int(row["seqlen"]), row["status"]) == (DIRECTION, length, "ok") and is_single(row)
-        if wanted and row.get(column):
-            found.setdefault(row["case"], {})[row["method"]] = float(row[column])
-    return found
+    size = {"direction": DIRECTION, "seqlen": str(length), "batch": "1", "status": "ok"}
+    wanted = (row for row in rows if all(str(row[name]) == value for name, value in size.items()))
+    return {case: by_method for (case,), by_method in pivot(wanted, ["case"], column).items()}
 
 
 def over_ours(rows: Sequence[Row], length: int, column: str) -> Ratios:
@@ -133,22 +131,18 @@ def family_title(case: str) -> str:
 def ratios(rows: Sequence[Row], shown: Sequence[str] | None = None) -> str:
     """How many times as long as ours a stock model takes, a table for each direction, with means over all models."""
     sizes = list(dict.fromkeys((str(row["seqlen"]), str(row["batch"])) for row in rows))
-    times = {
-        (row["direction"], str(row["seqlen"]), str(row["batch"]), row["case"], row["method"]): float(row["p50_ms"])
-        for row in rows
-        if row["p50_ms"]
-    }
     pairs = list(dict.fromkeys((row["case"], row["method"]) for row in rows if row["method"] != OURS))
-    parts = []
+    times, parts = pivot(rows, ["direction", "case", "seqlen", "batch"], "p50_ms"), []
     for direction in DIRECTIONS:
         columns: list[list[float]] = [[] for _ in sizes]
         body = []
         for case, method in pairs:
             cells = []
-            for size, found in zip(sizes, columns, strict=True):
-                stock, ours = (times.get((direction, *size, case, name)) for name in (method, OURS))
+            for size, column in zip(sizes, columns, strict=True):
+                by_method = times.get((direction, case, *size), {})
+                stock, ours = by_method.get(method), by_method.get(OURS)
                 cells.append(f"{stock / ours:.2f}" if stock and ours else "-")
-                found += [stock / ours] if stock and ours else []
+                column += [stock / ours] if stock and ours else []
             if cells != ["-"] * len(sizes) and (shown is None or case in shown):
                 body.append([family_title(case), method, *cells])
         if body:

@@ -7,7 +7,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,15 @@ def read(path: Path) -> list[dict[str, str]]:
     """The rows of a CSV file."""
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def pivot(rows: Iterable[Mapping[str, Any]], names: Sequence[str], column: str) -> dict[tuple[str, ...], dict[str, float]]:
+    """By the values of the named columns, the numbers of a column by method."""
+    found: dict[tuple[str, ...], dict[str, float]] = {}
+    for row in rows:
+        if row[column]:
+            found.setdefault(tuple(str(row[name]) for name in names), {})[row["method"]] = float(row[column])
+    return found
 
 
 def in_one_line(error: BaseException) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..cases.methods import OURS
 from ..report import figures, gpu, models, summary
-from ..report.rows import ROOT, read
+from ..report.rows import ROOT, pivot, read
 from ..report.summary import DENSE
 from ..report.text import digits, markdown_table, short_bytes, short_time
 from . import accuracy
@@ -36,10 +36,8 @@ Measured = dict[int, dict[str, float]]
 
 def measured(file: str, direction: str, column: str) -> Measured:
     """By length, a column of our rows, of SDPA without positions and of the best dense method, "dense"."""
-    found: Measured = {}
-    for row in read(RESULTS / file):
-        if row["direction"] == direction and row["status"] == "ok":
-            found.setdefault(int(row["seqlen"]), {})[row["method"]] = float(row[column])
+    rows = (row for row in read(RESULTS / file) if row["direction"] == direction and row["status"] == "ok")
+    found = {int(length): by_method for (length,), by_method in pivot(rows, ["seqlen"], column).items()}
     for by_method in found.values():
         if dense := [by_method[method] for method in DENSE if method in by_method]:
             by_method["dense"] = min(dense)
@@ -134,9 +132,8 @@ def huang() -> str:
 def decoding() -> str:
     """One query and a cache of keys."""
     rows = [row for row in read(RESULTS / "short.csv") if (row["group"], row["direction"]) == ("decode", "forward")]
-    times = {(row["case"], row["method"]): float(row["p50_ms"]) for row in rows if row["p50_ms"]}
-    sizes = {row["case"]: f"{row['batch']}, {row['seqlen']}" for row in rows}
-    body = [[size, *(digits(times[case, method]) for method in (OURS, "sdpa"))] for case, size in sizes.items()]
+    times = pivot(rows, ["batch", "seqlen"], "p50_ms")
+    body = [[", ".join(size), digits(found[OURS]), digits(found["sdpa"])] for size, found in times.items()]
     return markdown_table(["batch, keys", "ours, ms", "SDPA without a term, ms"], body)
 
 
