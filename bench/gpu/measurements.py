@@ -189,9 +189,9 @@ def make_step(case: Case, direction: str, method: str = OURS) -> timing.Step:
 
 def measure_host(options: argparse.Namespace, report: Report, deadline: float) -> None:
     """What a call costs the host whose work is nothing; and short calls in a CUDA graph: what is left without the host's time."""
-    tiny = Case(1, 1, 60, 64, rows=9)
-    figures: list[tuple[Any, ...]] = [
-        (tiny, method, direction, "us", partial(host_time, tiny, direction, method, options.most or 200))
+    tiny, number = Case(1, 1, 60, 64, rows=9), options.most or 200
+    figures: list[tuple[Case, str, str, str, Callable[[], float]]] = [
+        (tiny, method, direction, "us", partial(host_time, tiny, direction, method, number))
         for method, direction in itertools.product((*OUR_METHODS, "sdpa"), memory.DIRECTIONS)
     ]
     graphed = [case for case in choose(["speech"]) if case.length in GRAPHED]

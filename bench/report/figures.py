@@ -95,7 +95,7 @@ def style(axes: Any, title: str, xlabel: str, subtitle: str = "") -> None:
 def draw_panel(axes: Any, points: Mapping[str, Points], styles: Styles, quantity: str, title: str, subtitle: str = "") -> None:
     """Lines against the sequence length, both axes logarithmic. quantity: one of QUANTITIES."""
     for name, values in points.items():
-        label = "_" if name in LEADING and styles is LEADING_STYLES else _described(name)
+        label = textwrap.shorten(f"{name}: {METHODS[name].what}", 44, placeholder=" ...") if styles is STYLES else "_"
         axes.plot(*zip(*values, strict=True), label=label, clip_on=False, **(BASELINE_STYLE | styles[name]))
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -106,10 +106,6 @@ def draw_panel(axes: Any, points: Mapping[str, Points], styles: Styles, quantity
         axes.set_xticks(lengths, [short_length(length) for length in lengths])
     axes.minorticks_off()
     style(axes, title, "sequence length (tokens)", subtitle)
-
-
-def _described(method: str) -> str:
-    return textwrap.shorten(f"{method}: {METHODS[method].what}", 44, placeholder=" ...")
 
 
 def share_range(panels: Sequence[Any], quantity: str) -> None:
