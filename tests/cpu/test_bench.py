@@ -232,7 +232,7 @@ def test_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for row in rows:
         assert row["status"] == "ok" and all(row[name] for name in STAMP) and row["checked_against"] == "float64", row
         within("error", float(row["error"]), tolerance_of(torch.float32))
-        assert float(row["error"]) > 0 and 0 < float(row["p20_ms"]) <= float(row["p80_ms"]) and int(row["peak_bytes"]) > 0
+        assert float(row["error"]) > 0 and 0 < float(row["p20_ms"]) <= float(row["p80_ms"])
     capsys.readouterr()
     assert main(["plot", str(path), "--out", str(tmp_path)]) == 0
     assert (tmp_path / "models.png").read_bytes().startswith(PNG)
