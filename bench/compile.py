@@ -22,7 +22,7 @@ from .measure.processes import processes
 from .report.progress import progress
 from .report.rows import Table, in_one_line, stamp
 from .report.text import table
-from .verbs.options import add_files, add_jobs, add_list, interpreted, some_of
+from .verbs.options import add_csv, add_jobs, add_list, interpreted, some_of
 
 TILE_COLUMNS = tuple(field.name for field in fields(selection.TileConfig))
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "gfx942")
@@ -106,7 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--head-dims", type=some_of((16, 32, 64, 80, 96, 128, 256)), default=[64, 128], metavar="A,B", help="default: 64, 128"
     )
     add_jobs(parser)
-    add_files(parser)
+    add_csv(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -116,7 +116,7 @@ def run(options: argparse.Namespace) -> int:
     product = itertools.product(options.targets, options.dtypes, options.head_dims, options.features, options.kernels)
     named = (KernelCase(kernel, target, dtype, head_dim, name) for target, dtype, head_dim, name, kernel in product)
     cases = [case for case in named if case.exists]
-    results = Table(COLUMNS, stamp("compiled, not run"), options.csv, options.json)
+    results = Table(COLUMNS, stamp("compiled, not run"), options.csv)
     interrupted = False
     try:
         with processes(options.jobs) as map_all:

@@ -32,8 +32,6 @@ from triton_relattn.kernels.introspect import (
     forward,
     grid_backward,
     grid_forward,
-    program_rows,
-    query_step,
     selection,
     tuning,
 )
@@ -46,7 +44,7 @@ DIRECTIONS = {"forward": selection.KERNELS[:1], "backward": selection.KERNELS[1:
 
 @contextmanager
 def selected_for(target: str) -> Iterator[None]:
-    """Within, launchers choose configurations for the target."""
+    """Let launchers choose configurations for the target."""
     answers = {"architecture": lambda _: target, "multiprocessors": lambda _: architecture_of(target).multiprocessors}
     with ExitStack() as stack:
         for name, answer in answers.items():
@@ -95,13 +93,6 @@ def configurations(case: Case, direction: str, device: str) -> str:
     call = Call(tensors, spec)
     names = [name for name in launched(tensors) if name in DIRECTIONS[direction]]
     return ", ".join(f"{name} {tuning.shown(call.tile(name))}" for name in names)
-
-
-def own_tile(kernel: str, config: selection.TileConfig, dtype: torch.dtype = torch.bfloat16) -> tuple[int, int]:
-    """How many queries by how many keys or rows of a table a program adds to its sums in a turn of its loop."""
-    if kernel != "dtable":
-        return config.block_m, config.block_n
-    return config.block_m, program_rows(config.block_n, query_step(8 * dtype.itemsize))
 
 
 def compiled(
@@ -156,7 +147,7 @@ class Resources:
         return next((loop for loop in self.loops if matrix_instructions(loop)), self.loops[0] if self.loops else Counter())
 
     def fits(self, target: str) -> bool:
-        """Whether a program can run there at all."""
+        """Whether a program can run on the target at all."""
         limits = architecture_of(target)
         fits = self.shared_bytes <= limits.shared_memory and self.registers <= limits.most_registers
         return fits and self.tensor_memory <= 512

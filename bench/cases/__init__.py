@@ -1,1 +1,1 @@
-"""Subjects: calls and the tensors they take, sets of features, and the methods that compute them."""
+"""What is measured: calls and their tensors, sets of features, and the methods that compute them."""

@@ -1,4 +1,4 @@
-"""Calls to measure, compile and check: sizes and kinds of attention, in named groups."""
+"""Attention calls to measure, compile and check, in named groups."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Case:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is what every baseline computes: one shared rel_key, clipped, all queries, heads not grouped."""
+        """Whether every baseline computes it: one shared rel_key, clipped, all queries, heads not grouped."""
         common = replace(self, batch=1, heads=1, length=1, head_dim=1, is_causal=False, rows=None, dtype="bf16", group="")
         return common == Case(1, 1, 1, 1)
 
@@ -186,7 +186,7 @@ class Case:
 
 
 def _long() -> Iterator[Case]:
-    """16k tokens of width 2048 in sequences of every length, the most telling lengths first."""
+    """16k tokens of width 2048 in sequences of every length, the most informative lengths first."""
     for length in (4096, 1024, 16384, 2048, 512, 8192):
         for head_dim, is_causal in ((64, False), (128, True), (128, False), (64, True)):
             for rows in (None, CLIPPED):
@@ -198,7 +198,7 @@ SHORT = (
     *((batch, 4, length, 32) for batch, length in ((8, 256), (4, 512), (1, 512))),
     *((32, 8, 128, 64), (16, 12, 128, 64), (8, 12, 250, 64), (16, 2, 150, 96), (16, 4, 200, 64)),
 )
-"""Batch, heads, length and width: of small ones many; and batches of T5, MPNet, WavLM, VITS and a Conformer."""
+"""Batch, heads, length and width: many small sequences, and batches of T5, MPNet, WavLM, VITS and a Conformer."""
 BIAS, P2C = ("rel_bias",), ("rel_key", "rel_p2c")
 
 GROUPS: dict[str, Sequence[Case]] = {
@@ -247,6 +247,6 @@ def choose(groups: Sequence[str], lengths: Sequence[int] = ()) -> list[Case]:
 
 
 def gpu_cases() -> list[Case]:
-    """What is timed on a GPU, the most telling calls first: what time is left for decides how far it goes."""
+    """What is timed on a GPU, the most informative calls first, since the time may be over before the last."""
     long, speech = choose(["long"]), choose(["speech"], (200, 500))
     return [*long[:8], *speech[:2], *choose(["t5"]), *long[8:16], *speech[2:], *long[16:], *choose(["deberta", "inkling"])]

@@ -73,6 +73,6 @@ def call(
     options = {"heads": heads, "per_head": per_head, "extent": (1 - length, length - 1), **(TABLES | MODELS)[name]}
     options |= {"rel_dim": head_dim} if name == "own_query" else {}
     options |= {"padding": (1.0,)} if has_lengths else {}
-    dtype_name = next(name for name, known in DTYPES.items() if known == dtype)
+    dtype_name = next(name for name, value in DTYPES.items() if value == dtype)
     case = Case(1, length=length, head_dim=head_dim, is_causal=features.endswith("_causal"), dtype=dtype_name, **options)
     return case.resolved(case.empty())

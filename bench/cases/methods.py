@@ -1,4 +1,4 @@
-"""Who is measured: this package, what people write today, lower bounds, and other packages."""
+"""Methods to measure: this package, what people write today, lower bounds, and other packages."""
 
 from __future__ import annotations
 
@@ -23,6 +23,13 @@ OUR_METHODS = (OURS, "plain")
 Function = Callable[[Inputs], torch.Tensor]
 
 
+TERMS = {
+    "plain": "one table for the keys, clipped, and heads that are not grouped",
+    "full": "one table for the keys with a row for every distance",
+    "bias": "a bias alone, all keys seen",
+}
+
+
 @dataclass(frozen=True)
 class Method:
     """One way to compute a case.
@@ -30,17 +37,29 @@ class Method:
     Attributes:
         kind: "ours", "bound" (computes less: no table), "baseline" or "peer".
         make: raises ImportError or NotImplementedError if it cannot.
-        why_not: why it does not apply to a case on a device; None if it does.
+        terms: the kinds of cases that it computes, of TERMS; empty: all.
+        device: the only device that it is for.
     """
 
     kind: str
     what: str
     make: Callable[[Case], Function]
-    why_not: Callable[[Case, str], str | None]
+    terms: tuple[str, ...] = ()
+    device: str = ""
 
     def case(self, case: Case) -> Case:
         """What it computes of a case: a bound has no table."""
         return case.without_table() if self.kind == "bound" else case
+
+    def why_not(self, case: Case, device: str) -> str | None:
+        """Why it does not apply to a case on a device; None if it does."""
+        if self.device not in ("", device):
+            return "needs a GPU" if self.device == "cuda" else "for a CPU"
+        is_bias = case.terms == BIAS and not case.is_causal
+        kinds = {"plain": case.is_plain, "full": case.is_plain and case.rows is None, "bias": is_bias}
+        if self.terms and not any(kinds[name] for name in self.terms):
+            return f"needs {', or '.join(TERMS[name] for name in self.terms)}"
+        return None
 
 
 def ours(case: Case, implementation: str | None = None) -> Function:
@@ -57,17 +76,6 @@ def _sdpa(case: Case) -> Function:
         query, key = inputs[:2]
         mask = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(key.shape[2] - query.shape[2])
         return scaled_dot_product_attention(*inputs[:3], attn_mask=mask, enable_gqa=is_gqa)
-
-    return run
-
-
-def _with_backend(name: str, function: Function) -> Function:
-    """A method of SDPA by one of its backends."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    def run(inputs: Inputs) -> torch.Tensor:
-        with sdpa_kernel(getattr(SDPBackend, name)):
-            return function(inputs)
 
     return run
 
@@ -91,6 +99,8 @@ def _forward_only(what: str, device: str) -> None:
 
 def _onnxruntime(case: Case) -> Function:
     """ONNX Runtime's Attention with the relative scores of all pairs, which torch computes, as its mask."""
+    if case.dtype != "fp32" or case.is_causal:
+        raise NotImplementedError("for float32, all keys seen")
     import onnx
     import onnxruntime
 
@@ -137,6 +147,8 @@ def _flex(case: Case) -> Function:
 
     first, last = case.positions.first, case.positions.last
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", ""), "g++", "clang++", "c++"))):
+        raise NotImplementedError("needs a C++ compiler")
     mask = None
     if case.is_causal:
 
@@ -167,63 +179,39 @@ def _flex(case: Case) -> Function:
     return run
 
 
-def _always(_case: Case, _device: str) -> str | None:
-    return None
-
-
-def _needs_gpu(_case: Case, device: str) -> str | None:
-    return None if device == "cuda" else "needs a GPU"
-
-
-def _plain_terms(case: Case, _device: str) -> str | None:
-    if case.is_plain:
-        return None
-    return "has no grouped heads, no query of its own for the table, no second table, no zero outside it, no missing queries"
-
-
-def _full_table(case: Case, device: str) -> str | None:
-    return _plain_terms(case, device) or (None if case.rows is None else "needs a row for every distance")
-
-
-def _needs_compiler(_case: Case, device: str) -> str | None:
-    """Compiled FlexAttention on a CPU is C++."""
-    has_one = any(map(shutil.which, (os.environ.get("CXX", ""), "g++", "clang++", "c++")))
-    return None if device == "cuda" or has_one else "needs a C++ compiler"
-
-
-def _bias_alone(wanted: str, case: Case, device: str) -> str | None:
-    if device != wanted:
-        return "needs a GPU" if wanted == "cuda" else "for a CPU"
-    return None if case.terms == BIAS and not case.is_causal else "needs a bias alone, all keys seen"
-
-
-def _for_onnxruntime(case: Case, device: str) -> str | None:
-    if device != "cpu" or case.dtype != "fp32" or case.is_causal:
-        return "for a CPU, in float32, all keys seen"
-    return None if case.terms == BIAS else _plain_terms(case, device)
-
-
 def _backend(name: str, make: Callable[[Case], Function]) -> Callable[[Case], Function]:
-    return lambda case: _with_backend(name, make(case))
+    """A method of SDPA by one of its backends."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def make_with_backend(case: Case) -> Function:
+        function = make(case)
+
+        def run(inputs: Inputs) -> torch.Tensor:
+            with sdpa_kernel(getattr(SDPBackend, name)):
+                return function(inputs)
+
+        return run
+
+    return make_with_backend
 
 
-_on_cpu, _on_gpu = partial(_bias_alone, "cpu"), partial(_bias_alone, "cuda")
-_efficient = _backend("EFFICIENT_ATTENTION", _sdpa_bias)
+_flash, _cudnn = _backend("FLASH_ATTENTION", _sdpa), _backend("CUDNN_ATTENTION", _sdpa)
+_bias_cudnn, _bias_efficient = (_backend(f"{name}_ATTENTION", _sdpa_bias) for name in ("CUDNN", "EFFICIENT"))
 
 METHODS: dict[str, Method] = {
-    OURS: Method("ours", "fused_relative_attention", ours, _always),
-    "plain": Method("bound", "fused_relative_attention without a table", ours, _always),
-    "sdpa": Method("bound", "scaled_dot_product_attention without a bias", _sdpa, _always),
-    "sdpa_flash": Method("bound", "its FlashAttention-2 backend", _backend("FLASH_ATTENTION", _sdpa), _needs_gpu),
-    "sdpa_cudnn": Method("bound", "its cuDNN backend", _backend("CUDNN_ATTENTION", _sdpa), _needs_gpu),
-    "shaw_gather": Method("baseline", "a vector for every pair", partial(_baseline, "shaw_gather"), _plain_terms),
-    "gather": Method("baseline", "a gather from Q E^T", partial(_baseline, "gather"), _plain_terms),
-    "skewing": Method("baseline", "pad, reshape and slice of Q E^T", partial(_baseline, "skewing"), _full_table),
-    "dense_bias": Method("baseline", "S as SDPA's attn_mask", partial(_baseline, "dense_bias"), _plain_terms),
-    "sdpa_bias": Method("baseline", "a dense bias of all pairs, by SDPA", _sdpa_bias, _on_cpu),
-    "sdpa_bias_cudnn": Method("baseline", "the same by cuDNN", _backend("CUDNN_ATTENTION", _sdpa_bias), _on_gpu),
-    "sdpa_bias_efficient": Method("baseline", "the same by its memory-efficient backend", _efficient, _on_gpu),
-    "flex_attention": Method("baseline", "compiled FlexAttention with a captured Q E^T", _flex, _needs_compiler),
-    "onnxruntime": Method("peer", "ONNX Runtime's Attention with a dense mask", _onnxruntime, _for_onnxruntime),
+    OURS: Method("ours", "fused_relative_attention", ours),
+    "plain": Method("bound", "fused_relative_attention without a table", ours),
+    "sdpa": Method("bound", "scaled_dot_product_attention without a bias", _sdpa),
+    "sdpa_flash": Method("bound", "its FlashAttention-2 backend", _flash, device="cuda"),
+    "sdpa_cudnn": Method("bound", "its cuDNN backend", _cudnn, device="cuda"),
+    "shaw_gather": Method("baseline", "a vector for every pair", partial(_baseline, "shaw_gather"), ("plain",)),
+    "gather": Method("baseline", "a gather from Q E^T", partial(_baseline, "gather"), ("plain",)),
+    "skewing": Method("baseline", "pad, reshape and slice of Q E^T", partial(_baseline, "skewing"), ("full",)),
+    "dense_bias": Method("baseline", "S as SDPA's attn_mask", partial(_baseline, "dense_bias"), ("plain",)),
+    "sdpa_bias": Method("baseline", "a dense bias of all pairs, by SDPA", _sdpa_bias, ("bias",), "cpu"),
+    "sdpa_bias_cudnn": Method("baseline", "the same by cuDNN", _bias_cudnn, ("bias",), "cuda"),
+    "sdpa_bias_efficient": Method("baseline", "the same by its memory-efficient backend", _bias_efficient, ("bias",), "cuda"),
+    "flex_attention": Method("baseline", "compiled FlexAttention with a captured Q E^T", _flex),
+    "onnxruntime": Method("peer", "ONNX Runtime's Attention with a dense mask", _onnxruntime, ("plain", "bias"), "cpu"),
 }
 """All of them, ours first."""

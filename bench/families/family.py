@@ -11,39 +11,45 @@ import torch
 from torch import nn
 
 Sizes = dict[str, Any]
-# Vocabularies have nothing to do with attention, and the largest one would take most of the memory.
-FEW_TOKENS = {"vocab_size": 1000}
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Family:
     """One kind of model, of real width or small.
 
-    model, config: their names in ``transformers.models.<folder>``. layers: the names of their numbers in the config. real, small:
-    what differs from the defaults of the config, which are those of a published model. stock: the implementations that the model
-    has, first the one that computes what the model means to. alone: makes a part that transformers has no model of.
-
-    writer: the class of the same folder that writes tokens with a cache. pieces: of a model that has a cache and no such class,
-    the argument that may come in pieces, and how long these are for LENGTH. padding_matters: whether the output at
-    padding is the stock model's, and its gradients. variants: arguments of build for models that have further classes. around:
-    makes a larger model around this one, of a further class, from its config.
+    Attributes:
+        model, config: names of classes in ``transformers.models.<folder>``.
+        inputs: makes the arguments of the forward, a function of ``inputs.py``.
+        small, real: what differs from the defaults of the config, which are those of a published model.
+        folder: if it is not the name.
+        layers: the settings that count layers.
+        stock: the implementations that the model has, first the one that computes what the model is meant to.
+        alone: makes a part that transformers has no model of, from a config.
+        around: makes a larger model around this one, from its config.
+        writer: the class that generates tokens with a cache.
+        pieces: of a model with a cache and no such class, the argument that may come in pieces, and their lengths.
+        padding_matters: whether the output at padding, and its gradients, are those of the stock model.
+        variants: arguments of build for models that have further classes.
     """
 
     name: str
-    folder: str
     model: str
     config: str
-    small: Sizes
     inputs: Callable[[Any, int, torch.Tensor], dict[str, Any]]
+    small: Sizes
     real: Sizes = field(default_factory=dict)
+    folder: str = ""
     layers: tuple[str, ...] = ("num_hidden_layers",)
     stock: tuple[str, ...] = ("eager", "sdpa")
     alone: Callable[[Any], nn.Module] | None = None
+    around: Callable[[Any], nn.Module] | None = None
     writer: str | None = None
     pieces: tuple[str, tuple[int, ...]] | None = None
     padding_matters: bool = True
     variants: tuple[Sizes, ...] = ()
-    around: Callable[[Any], nn.Module] | None = None
+
+    def __post_init__(self) -> None:
+        self.folder = self.folder or self.name
 
     def build(
         self,
@@ -54,14 +60,16 @@ class Family:
         make: Callable[[Any], nn.Module] | None = None,
         **changes: Any,
     ) -> nn.Module:
-        """A model in eval mode; torch's generator decides its parameters.
+        """A model in eval mode, initialised by torch's generator.
 
-        make: makes another one of the config. changes: further settings of the config.
+        make: makes another model from the config. changes: further settings of the config.
         """
         sizes = {**(self.small if small else self.real), **dict.fromkeys(self.layers, layers), **changes}
-        config = self._find("configuration", self.config)(**sizes)
+        config = getattr(importlib.import_module(f"transformers.models.{self.folder}.configuration_{self.folder}"), self.config)(
+            **sizes
+        )
         config._attn_implementation = implementation or self.stock[0]
-        model = (make or self.alone or self._find("modeling", self.model))(config)
+        model = (make or self.alone or self.find(self.model))(config)
         if not isinstance(model, importlib.import_module("transformers").PreTrainedModel):
             for module in model.modules():  # a part of a model, which its own initialisation does not reach
                 if isinstance(module, nn.Embedding):
@@ -69,11 +77,8 @@ class Family:
         return model.eval()
 
     def find(self, name: str) -> Any:
-        """The class of the family's file that has this name."""
-        return self._find("modeling", name)
-
-    def _find(self, kind: str, name: str) -> Any:
-        return getattr(importlib.import_module(f"transformers.models.{self.folder}.{kind}_{self.folder}"), name)
+        """The class of this name that the family's file has."""
+        return getattr(importlib.import_module(f"transformers.models.{self.folder}.modeling_{self.folder}"), name)
 
     def make(self, model: nn.Module, length: int, lengths: list[int]) -> dict[str, Any]:
         """The arguments of the model's forward for sequences of these lengths, padded to length, as its attention counts them."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -83,8 +81,3 @@ class LayersOnAGrid(nn.Module):
             made = layer(states, *self.arguments)
             states = made[0] if isinstance(made, tuple) else made
         return states.permute(0, 2, 3, 1) if self.channels_first else states
-
-
-def layers_on_a_grid(folder: str, name: str) -> Callable[[Any], nn.Module]:
-    """Return a function that makes layers, of a class that has that name, from a config."""
-    return partial(LayersOnAGrid, folder, name)

@@ -5,7 +5,7 @@
     correctness   the very kernels that are timed, then calls of every kind, by the error rule of the tests
     speed         ours, ours without the term, SDPA's FlashAttention and cuDNN
     baselines     what people write today in plain torch, and SDPA with a dense bias
-    flex          FlexAttention, compiled while correctness runs
+    flex          FlexAttention, compiled first
     memory        peaks against the sequence length
     host          what a call costs the host, and short calls captured in a CUDA graph
     before        speed beside an earlier commit, if .gpu/before has a checkout of it
@@ -24,11 +24,10 @@ import argparse
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -41,13 +40,13 @@ except ModuleNotFoundError as error:
     print("this needs the package triton: pip install triton", file=sys.stderr)
     raise SystemExit(2) from error
 
-from bench.report.rows import ROOT, in_one_line
+from bench.report.rows import in_one_line
 from bench.verbs.options import interpreted, some_of
 from triton_relattn._core.sizes import Parser
 from triton_relattn.kernels.introspect import architectures
 
 from . import checks, measurements, stub
-from .report import Outcome, Report, State
+from .report import Outcome, Report, wrong_kinds
 from .workers import GRACE, watch
 
 Part = Callable[[argparse.Namespace, Report, float], None]
@@ -57,16 +56,14 @@ PARTS: dict[str, tuple[Part, float]] = {
     "correctness": (checks.correctness, 90),
     "speed": (measurements.measure_speed, 130),
     "baselines": (measurements.measure_baselines, 45),
-    "flex": (measurements.measure_flex, 60),
+    "flex": (measurements.measure_flex, 80),
     "memory": (measurements.measure_memory, 30),
     "host": (measurements.measure_host, 20),
     "before": (measurements.measure_before, 60),
     "tests": (checks.marked_tests, 60),
     "sanitizer": (checks.sanitizer, 40),
-    "compile flex": (measurements.compile_flex, 60),
 }
-"""Functions to run, each with its share of the seconds if all run. The last one runs beside correctness."""
-DEFAULT = tuple(PARTS)[:-1]
+"""Functions to run, each with its share of the seconds if all run."""
 LEAST_SECONDS = 3.0  # of a part that is worth beginning
 SUMMARY_LINES = 30
 
@@ -74,7 +71,7 @@ SUMMARY_LINES = 30
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--results", type=Path, required=True, help="folder of the files")
     parser.add_argument("--state", type=Path, help="folder of what a later run wants to know (default: state, in results)")
-    parser.add_argument("--parts", type=some_of(tuple(PARTS)), default=list(DEFAULT), help=f"some of {','.join(PARTS)} (all)")
+    parser.add_argument("--parts", type=some_of(tuple(PARTS)), default=list(PARTS), help=f"some of {','.join(PARTS)} (all)")
     parser.add_argument("--seconds", type=float, default=750.0, help="time of all parts, which share it (%(default)s)")
     parser.add_argument("--jobs", type=int, help="processes that compile (one per processor, at most 12)")
     parser.add_argument("--most", type=int, help="of each part's cases only so many, to try it out")
@@ -106,14 +103,14 @@ def part_command(part: str, options: argparse.Namespace, seconds: float) -> list
 
 
 def run_here(part: str, options: argparse.Namespace) -> None:
-    """Run a part in this process; what became of it is in a file."""
+    """Run a part in this process."""
     report = Report(options, part)
     try:
         PARTS[part][0](options, report, options.until)
     except Exception as error:
         report.say(traceback.format_exc())
         report.fail(in_one_line(error))
-        report.done(report.outcome.note)
+        report.done()
 
 
 def compiled_kernels() -> int:
@@ -122,70 +119,54 @@ def compiled_kernels() -> int:
 
 
 class Run:
-    """All parts, one after the other: their lines, and what became of them."""
+    """All parts, one after the other, each in a process of its own: their lines, and what became of them."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.outcomes, self.started = options, list[Outcome](), time.monotonic()
-        self.state, self.cached = State(options.state), compiled_kernels()
+        self.num_cached = compiled_kernels()
+        options.state.mkdir(parents=True, exist_ok=True)
 
     def say(self, text: str) -> None:
         print(text, flush=True)
         with (self.options.results / "log.txt").open("a") as log:
             log.write(f"{text}\n")
 
-    def seconds_left(self) -> float:
-        return max(0.0, self.options.seconds - (time.monotonic() - self.started))
-
     def run_all(self) -> None:
         """Every part that was asked for, each with its share of the seconds that are left."""
         shares = {part: PARTS[part][1] for part in self.options.parts}
         if "smoke" in shares:
-            self.state.forget()
+            (self.options.state / "wrong.txt").unlink(missing_ok=True)
         while shares:
             part = next(iter(shares))
-            seconds = self.seconds_left() * shares[part] / sum(shares.values())
+            seconds_left = max(0.0, self.options.seconds - (time.monotonic() - self.started))
+            self.run(part, seconds_left * shares[part] / sum(shares.values()))
             del shares[part]
-            with self.compiling_flex() if part == "correctness" and not self.options.stub else contextlib.nullcontext():
-                self.run(part, seconds)
 
     def run(self, part: str, seconds: float) -> None:
-        """Run a part in a process of its own."""
+        """Run a part, and judge it."""
         if seconds < LEAST_SECONDS:
             self.outcomes.append(Outcome(part, ended="cut off after 0 s", note="there was no time left"))
             return
-        self.say(f"== {part}, {seconds:.0f} s from {time.monotonic() - self.started:.0f} s on")
-        self.state.outcome_path(part).unlink(missing_ok=True)
-        began, status, interrupted = time.monotonic(), None, True
-        try:
-            status, interrupted = watch(part_command(part, self.options, seconds), seconds + GRACE, self.say), False
-        finally:
-            outcome = self.state.outcome(part, status, time.monotonic() - began)
-            outcome.ended = "interrupted" if interrupted else outcome.ended
-            self.outcomes.append(outcome)
-        self.say(f"{part}: {outcome.status} in {outcome.seconds:.0f} s" + f"; {outcome.note}" * bool(outcome.note))
+        outcome, began = Outcome(part, ended="interrupted"), time.monotonic()
+        self.outcomes.append(outcome)
+        self.say(f"== {part}, {seconds:.0f} s from {began - self.started:.0f} s on")
 
-    @contextlib.contextmanager
-    def compiling_flex(self) -> Iterator[None]:
-        """Let FlexAttention compile for a later run while correctness leaves processors idle."""
-        command = ["nice", "-n", "19", *part_command("compile flex", self.options, self.seconds_left())]
-        beside = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-        try:
-            yield
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                beside.wait(max(0.1, min(30.0, self.seconds_left() - GRACE)))
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(beside.pid, signal.SIGKILL)
+        def hear(line: str) -> None:
+            if outcome.hear(line):
+                self.say(line)
+
+        status = watch(part_command(part, self.options, seconds), seconds + GRACE, hear)
+        outcome.end(status, time.monotonic() - began)
+        self.say(f"{part}: {outcome.line()}")
 
     def summary(self) -> str:
         """What passed, what did not, and the first errors."""
         lines = ["", "== summary", *[stub.NOTE] * self.options.stub]
         for outcome in self.outcomes:
-            note = f"; {outcome.note}" * bool(outcome.note)
-            lines.append(f"{outcome.part:13} {outcome.seconds:4.0f} s  {outcome.rows:4} rows  {outcome.status}{note}"[:200])
+            lines.append(f"{outcome.part:13} {outcome.rows:4} rows  {outcome.line()}"[:200])
         failed = [outcome.part for outcome in self.outcomes if outcome.has_failed]
-        last = [f"{compiled_kernels() - self.cached} kernels compiled, {self.cached} were there before"]
-        last += [f"not timed, since checks failed: {kind}" for kind in sorted(self.state.wrong_kinds())][:5]
+        last = [f"{compiled_kernels() - self.num_cached} kernels compiled, {self.num_cached} were there before"]
+        last += [f"not timed, since checks failed: {kind}" for kind in sorted(wrong_kinds(self.options.state) or ())][:5]
         last += [f"{len(failed)} of {len(self.outcomes)} parts failed{': ' * bool(failed)}{', '.join(failed)}"]
         errors = [f"    {outcome.part}: {error}" for outcome in self.outcomes for error in outcome.errors]
         return "\n".join([*lines, *errors[: SUMMARY_LINES - len(lines) - len(last)], *last])

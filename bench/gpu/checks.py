@@ -70,11 +70,6 @@ class Check:
         for sharp in (False, True):
             row: dict[str, Any] = {"case": str(self), "variant": "sharp" * sharp, "direction": self.kernel or "forward+backward"}
             try:
-                synchronize(device)
-            except Exception as error:
-                rows.append(row | {"status": "failed: an earlier case left the GPU in an error", "message": in_one_line(error)})
-                continue
-            try:
                 inputs = self.case.inputs(device, sharp)
                 if self.kernel or self.kind:
                     inputs = inputs._replace(d_lse=torch.zeros_like(inputs.d_lse))
@@ -180,35 +175,32 @@ def all_kinds() -> list[Check]:
     return [Check(case, workspace=str(4 << 20) if case.batch == 60 else "") for case in cases]
 
 
-def add_rows(check: Check, found: list[dict[str, Any]] | Lost, report: Report) -> None:
-    """Keep what was found of a call, and that calls of its kind are wrong."""
-    rows = [{"case": str(check), "status": "failed", "message": found.reason}] if isinstance(found, Lost) else found
-    for row in rows:
-        report.add(**row)
-    if check.kind and any(row["status"] != "ok" for row in rows):
-        report.state.add_wrong(check.kind)
-
-
-def check_all(checks: Sequence[Check], options: argparse.Namespace, report: Report, deadline: float) -> None:
-    """Check calls, many at once; those for which memory was lacking beside others again, alone."""
-    done, alone = 0, list[Check]()
-    for check, found in spread(Check.run, checks, options.jobs, deadline):
-        done += 1
-        messages = [found.reason] if isinstance(found, Lost) else [row.get("message", "") for row in found]
-        if options.jobs > 1 and any("out of memory" in message for message in messages):
-            alone.append(check)
-        else:
-            add_rows(check, found, report)
-    for check, found in spread(Check.run, alone, min(1, options.jobs), deadline):
-        add_rows(check, found, report)
+def check_all(checks: Sequence[Check], options: argparse.Namespace, report: Report, deadline: float) -> int:
+    """Check calls, many at once, until the deadline, and those that lacked memory beside others again, alone; return how many."""
+    done, pending = 0, checks
+    for jobs in (options.jobs, 1):
+        lacking = list[Check]()
+        for check, found in spread(Check.run, pending, jobs, deadline):
+            if jobs > 1 and "out of memory" in str(found):
+                lacking.append(check)
+                continue
+            done += 1
+            rows = [{"case": str(check), "status": "failed", "message": found.reason}] if isinstance(found, Lost) else found
+            for row in rows:
+                report.add(**row)
+            if check.kind and any(row["status"] != "ok" for row in rows):
+                report.add_wrong(check.kind)
+        pending = lacking
     report.skip(len(checks) - done)
-    report.done(f"{done} of {len(checks)} calls" + f"; {len(alone)} of them alone" * bool(alone))
+    return done
 
 
 def correctness(options: argparse.Namespace, report: Report, deadline: float) -> None:
     """Calls that stand for the timed ones, then calls of every kind."""
     timed = [case for cases in (gpu_cases(), GROUPS["dense"], GROUPS["flex"]) for case in cases[: options.most]]
-    check_all([*timed_checks(timed), *all_kinds()[: options.most]], options, report, deadline)
+    checks = [*timed_checks(timed), *all_kinds()[: options.most]]
+    (report.state / "wrong.txt").touch()
+    report.done(f"{check_all(checks, options, report, deadline)} of {len(checks)} calls")
 
 
 def repeats(options: argparse.Namespace, report: Report, deadline: float) -> None:

@@ -25,8 +25,8 @@ from bench.verbs import memory, speed
 from triton_relattn._core.residual import keeps_residual
 from triton_relattn.kernels.introspect import Call, TileConfig, backward, forward, tuning
 
-from .checks import Check, add_rows, kernels_alone, synchronize, timed_checks
-from .report import Report, State, kind
+from .checks import check_all, kernels_alone, synchronize, timed_checks
+from .report import Report, kind, wrong_kinds
 from .workers import Lost, spread
 
 OURS_AND_BOUNDS = (*OUR_METHODS, "sdpa_flash", "sdpa_cudnn")
@@ -50,8 +50,7 @@ def smoke(options: argparse.Namespace, report: Report, deadline: float) -> None:
     report.say(f"  {report.stamp['device']}, torch {torch.__version__}, triton {report.stamp['triton']}, {options.arch}")
     cases = [case for width in (64, 128) for case in (main_case(width), main_case(width).without_table())][: options.most]
     checks = [*timed_checks(cases[::2]), *kernels_alone()[: options.most]]
-    for check, found in spread(Check.run, checks, options.jobs, deadline):
-        add_rows(check, found, report)
+    check_all(checks, options, report, deadline)
     for case in cases:
         try:
             for row in time_kernels(case):
@@ -96,21 +95,21 @@ def time_kernels(case: Case) -> list[dict[str, Any]]:
         rows.append(row)
         timed.append(timing.Timed(row["method"], row["direction"], row, step=step))
     timing.time_in_turn(timed, "cuda", 0.6, ROUNDS)
-    return [row | timing.times(each, "cuda") for row, each in zip(rows, timed, strict=True)]
+    return [row | timing.times(one, "cuda") for row, one in zip(rows, timed, strict=True)]
 
 
 def measure_case(item: tuple[Case, dict[str, str]], options: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of a case. A kind of ours that a check found to be wrong is not timed."""
     case, not_tried = item
-    state = State(options.state)
-    wrong = {name for name in OUR_METHODS if kind(METHODS[name].case(case)) in state.wrong_kinds()}
+    found_wrong = wrong_kinds(options.state)
+    wrong = {name for name in OUR_METHODS if kind(METHODS[name].case(case)) in (found_wrong or ())}
     rounds = min(options.rounds, LONG_ROUNDS) if case.length >= LONG else options.rounds
     not_tried = not_tried | dict.fromkeys(wrong, "wrong: see the checks")
     prepared = timing.prepare(case, options.methods, timing.DIRECTIONS, "cuda", not_tried)
     timing.time_in_turn(prepared, "cuda", 0.0, rounds, fewest=rounds)
     rows = speed.make_rows(case, prepared, options)
     for row in rows:
-        row["verified"] = "no" if row["status"].startswith("wrong") or not state.has_checked() else "yes"
+        row["verified"] = "no" if found_wrong is None or row["status"].startswith("wrong") else "yes"
     return rows
 
 
@@ -125,10 +124,10 @@ def measure_all(
     """Rows of all cases until the deadline, each written when it is there; in a process of their own, which may end."""
     cases, rounds = cases[: options.most], options.most or rounds
     failures, done = speed.Failures(), 0
-    known = argparse.Namespace(state=options.state, device="cuda", methods=methods, rounds=rounds, no_verify=False)
+    shared = argparse.Namespace(state=options.state, device="cuda", methods=methods, rounds=rounds, no_verify=False)
     too_large = {"shaw_gather": "not tried: takes N^2 D numbers"}
     items = ((case, failures.reasons(case) | (too_large if case.length > 1024 else {})) for case in cases)
-    for (case, _), rows in spread(partial(measure_case, options=known), items, min(1, options.jobs), deadline, PATIENCE):
+    for (case, _), rows in spread(partial(measure_case, options=shared), items, min(1, options.jobs), deadline, PATIENCE):
         done += 1
         if isinstance(rows, Lost):
             report.fail(f"{case}: {rows.reason}")
@@ -154,21 +153,16 @@ def measure_baselines(options: argparse.Namespace, report: Report, deadline: flo
 def measure_flex(options: argparse.Namespace, report: Report, deadline: float) -> None:
     """FlexAttention, which compiles long and takes gigabytes."""
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    for case, problem in spread(_compile_flex, GROUPS["flex"][: options.most], min(3, options.jobs), deadline):
+        if isinstance(problem, Lost):  # the case itself then says why
+            report.say(f"  {case}: {problem.reason}")
     measure_all(GROUPS["flex"], (OURS, "flex_attention"), options, report, deadline, BASELINE_ROUNDS)
 
 
-def compile_flex(options: argparse.Namespace, report: Report, deadline: float) -> None:
-    """Compile what measure_flex times, while something else needs the time: it is then in inductor's cache."""
-    for case, problem in spread(_compile_flex, GROUPS["flex"][: options.most], min(3, options.jobs), deadline, PATIENCE):
-        if isinstance(problem, Lost):
-            report.say(f"  {case}: {problem.reason}")
-    report.done()
-
-
-def _compile_flex(case: Case) -> str:
-    timing.steps(case, METHODS["flex_attention"].make(case), case.inputs("cuda"))["forward+backward"].run()
+def _compile_flex(case: Case) -> None:
+    """Fill inductor's cache."""
+    make_step(case, "forward+backward", "flex_attention").run()
     synchronize()
-    return ""
 
 
 def measure_memory(options: argparse.Namespace, report: Report, deadline: float) -> None:
@@ -176,12 +170,12 @@ def measure_memory(options: argparse.Namespace, report: Report, deadline: float)
     cases = choose(["memory"])
     ladder = sorted([*cases, *(replace(case, rows=CLIPPED) for case in cases)], key=lambda case: case.length)[: options.most]
     failures = {direction: speed.Failures() for direction in memory.DIRECTIONS}
-    known = argparse.Namespace(device="cuda", no_verify=False, memory_limit=4 << 30)
+    shared = argparse.Namespace(device="cuda", no_verify=False, memory_limit=4 << 30)
     for case, method, direction in itertools.product(ladder, PEAKS, memory.DIRECTIONS):
         if time.monotonic() > deadline:
             report.skip(1)
             continue
-        row = memory.measure(case, method, direction, known, failures[direction].reasons(case))
+        row = memory.measure(case, method, direction, shared, failures[direction].reasons(case))
         failures[direction].remember(case, [row])
         report.add_measured(row)
     report.say(summary.memory(report.measured.rows))
@@ -195,9 +189,9 @@ def make_step(case: Case, direction: str, method: str = OURS) -> timing.Step:
 
 def measure_host(options: argparse.Namespace, report: Report, deadline: float) -> None:
     """What a call costs the host whose work is nothing; and short calls in a CUDA graph: what is left without the host's time."""
-    tiny = Case(1, 1, 60, 64, rows=9)
-    figures: list[tuple[Any, ...]] = [
-        (tiny, method, direction, "us", partial(host_time, tiny, direction, method, options.most or 200))
+    tiny, number = Case(1, 1, 60, 64, rows=9), options.most or 200
+    figures: list[tuple[Case, str, str, str, Callable[[], float]]] = [
+        (tiny, method, direction, "us", partial(host_time, tiny, direction, method, number))
         for method, direction in itertools.product((*OUR_METHODS, "sdpa"), memory.DIRECTIONS)
     ]
     graphed = [case for case in choose(["speech"]) if case.length in GRAPHED]

@@ -1,17 +1,16 @@
-"""What a run writes: lines, rows of two files, and for a later run what was found so far.
+"""What a run on a GPU writes: lines, rows of two files, and the kinds of calls that are wrong.
 
 In the results folder there are log.txt, environment.json, checks.csv (verdicts and single figures) and results.csv (times and
-memory). The state folder outlasts a run: what became of each part, and kinds of calls whose results are wrong.
+memory). The state folder outlasts a run: its wrong.txt has the kinds of calls whose results are wrong.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +25,14 @@ from bench.verbs.speed import COLUMNS as MEASURED
 from .workers import ending, watch
 
 CHECKS = ("part", "case", "variant", "direction", "value", "unit", "status", "message")
-MEASURED_COLUMNS = (*MEASURED, *timing.GPU_COLUMNS)
 MOST_ERRORS = 5
+FAILED, DONE = "  failed: ", "done: "
+"""Beginnings of a part's lines that Outcome.hear reads: of a row that failed, and of the last line."""
 
 
 @dataclass
 class Outcome:
-    """What became of a part, so far or in the end.
+    """What became of a part, by the lines of its process and how that ended.
 
     skipped: items that there was no time for. ended: how its process ended, if not by itself.
     """
@@ -47,73 +47,62 @@ class Outcome:
     seconds: float = 0.0
     ended: str = ""
 
+    def hear(self, line: str) -> bool:
+        """Read a line of the part; return whether it is for the log."""
+        if line.startswith(DONE):
+            self.rows, self.skipped, self.note = json.loads(line.removeprefix(DONE))
+            self.is_done = True
+            return False
+        if line.startswith(FAILED):
+            self.failed += 1
+            self.errors += [line.removeprefix(FAILED)[:300]] * (len(self.errors) < MOST_ERRORS)
+        return True
+
+    def end(self, status: int | None, seconds: float) -> None:
+        """Judge how the process ended; status: as of workers.watch."""
+        self.seconds, self.ended = seconds, ""
+        if status is None:
+            self.ended = f"cut off after {seconds:.0f} s"
+        elif not self.is_done or status != 0:
+            self.ended = f"crashed: {ending(status)}"
+
     @property
     def status(self) -> str:
-        """ "ok", "left out", "FAILED, 2 of 9", "crashed: ..." or "cut off after 40 s", or what of these comes together."""
-        words = [f"FAILED, {self.failed} of {self.rows}"] if self.failed else []
+        """ "ok", "left out", "FAILED, 2 rows", "crashed: ..." or "cut off after 40 s", or what of these comes together."""
+        parts = [f"FAILED, {self.failed} row{'s' * (self.failed != 1)}"] if self.failed else []
         if self.ended:
-            words.append(self.ended)
+            parts.append(self.ended)
         elif self.skipped:
-            words.append(f"cut off after {self.seconds:.0f} s")
-        return ", ".join(words) or ("ok" if self.rows else "left out")
+            parts.append(f"cut off after {self.seconds:.0f} s")
+        return ", ".join(parts) or ("ok" if self.rows else "left out")
 
     @property
     def has_failed(self) -> bool:
         return self.failed > 0 or self.ended.startswith("crashed")
 
-
-class State:
-    """Files of the state folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._wrong = folder / "wrong.txt"
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def outcome_path(self, part: str) -> Path:
-        return self.folder / f"part-{part}.json"
-
-    def outcome(self, part: str, status: int | None, seconds: float) -> Outcome:
-        """Judge a part by what its process has written and how it ended; status: as of workers.watch."""
-        try:
-            outcome = Outcome(**json.loads(self.outcome_path(part).read_text()))
-        except (OSError, ValueError, TypeError):
-            outcome = Outcome(part)
-        outcome.seconds = seconds
-        if status is None:
-            outcome.ended = f"cut off after {seconds:.0f} s"
-        elif not outcome.is_done or status != 0:
-            outcome.ended = f"crashed: {ending(status)}"
-        return outcome
-
-    def has_checked(self) -> bool:
-        return self.outcome_path("correctness").exists()
-
-    def add_wrong(self, kind: str) -> None:
-        """Remember that results of calls of a kind are wrong: they are not timed."""
-        with self._wrong.open("a") as file:
-            file.write(f"{kind}\n")
-
-    def wrong_kinds(self) -> set[str]:
-        return set(self._wrong.read_text().splitlines()) if self._wrong.exists() else set()
-
-    def forget(self) -> None:
-        self._wrong.unlink(missing_ok=True)
+    def line(self) -> str:
+        return f"{self.status} in {self.seconds:.0f} s" + f"; {self.note}" * bool(self.note)
 
 
 def kind(case: Case) -> str:
-    """What calls whose kernels are alike but for lengths have in common."""
+    """The kind of a call: calls of the same kind have the same kernels, at any length."""
     return str(case.resized(1, batch=1, heads=1, key_heads=case.key_heads and 1, num_queries=None))
 
 
+def wrong_kinds(state: Path) -> set[str] | None:
+    """Kinds of calls whose results are wrong: they are not timed. None if nothing was checked."""
+    path = state / "wrong.txt"
+    return set(path.read_text().splitlines()) if path.exists() else None
+
+
 class Report:
-    """The files of one part, and what becomes of it."""
+    """The lines and rows of one part, in its process."""
 
     def __init__(self, options: argparse.Namespace, part: str) -> None:
-        self.state, self.outcome = State(options.state), Outcome(part)
-        self.stamp = stamp("cuda")
+        self.part, self.state, self.stamp = part, options.state, stamp("cuda")
+        self.rows = self.skipped = 0
         self.checks = Table(CHECKS, self.stamp, options.results / "checks.csv", append=True)
-        self.measured = Table(MEASURED_COLUMNS, self.stamp, options.results / "results.csv", append=True)
+        self.measured = Table((*MEASURED, *timing.GPU_COLUMNS), self.stamp, options.results / "results.csv", append=True)
         path = options.results / "environment.json"
         if not path.exists():
             gpu = torch.cuda.get_device_properties(0)
@@ -129,9 +118,13 @@ class Report:
 
     def add(self, **row: Any) -> None:
         """Append a row of checks.csv at once; one that did not pass is also printed. "not run" is neither passed nor failed."""
-        self.checks.add({"part": self.outcome.part, **row})
+        self.checks.add({"part": self.part, **row})
         if row["status"] != "not run":
             self._judge(row["status"], row)
+
+    def add_wrong(self, kind: str) -> None:
+        with (self.state / "wrong.txt").open("a") as file:
+            file.write(f"{kind}\n")
 
     def add_measured(self, row: dict[str, Any]) -> None:
         """Append a row of results.csv and print its time.
@@ -151,14 +144,13 @@ class Report:
 
     def skip(self, count: int) -> None:
         """There was no time for so many items."""
-        self.outcome.skipped += max(0, count)
-
-    def done(self, note: str = "") -> None:
-        self.outcome.note, self.outcome.is_done = note, True
-        self.save()
+        self.skipped += max(0, count)
 
     def fail(self, text: str) -> None:
         self._judge("failed", {"": text})
+
+    def done(self, note: str = "") -> None:
+        self.say(DONE + json.dumps([self.rows, self.skipped, note]))
 
     def run(self, command: Sequence[str], seconds: float, **environment: str) -> tuple[int | None, list[str]]:
         """Run a program and print its lines; return its exit status, as of watch, and the lines."""
@@ -170,18 +162,7 @@ class Report:
 
         return watch(command, seconds, hear, **environment), lines
 
-    def save(self) -> None:
-        """Whatever becomes of this process, what it has come to so far is in a file."""
-        path = self.state.outcome_path(self.outcome.part)
-        path.with_suffix(".new").write_text(json.dumps(asdict(self.outcome)))
-        os.replace(path.with_suffix(".new"), path)
-
     def _judge(self, status: str, row: dict[str, Any]) -> None:
-        self.outcome.rows += 1
+        self.rows += 1
         if status != "ok":
-            text = " ".join(f"{name}={value}".lstrip("=") for name, value in row.items() if value not in ("", None))
-            self.outcome.failed += 1
-            if len(self.outcome.errors) < MOST_ERRORS:
-                self.outcome.errors.append(text[:300])
-            self.say(f"  failed: {text}")
-        self.save()
+            self.say(FAILED + " ".join(f"{name}={value}".lstrip("=") for name, value in row.items() if value not in ("", None)))

@@ -1,4 +1,4 @@
-"""The whole program without a GPU: torch takes "cuda" for the CPU, kernels are compiled and launched on a stub of the driver, and
+"""The program without a GPU: torch takes "cuda" for the CPU, kernels are compiled and launched on a stub of the driver, and
 not run; times are made up.
 
 So it is seen before there is a GPU that no part raises. Sizes are real, numbers are not: tensors stay uninitialised, methods of
@@ -37,7 +37,7 @@ FAULT = "RELATTN_STUB_FAULT"
 
 
 class _OnTheCPU(TorchFunctionMode):
-    """Whatever asks for a GPU gets the CPU."""
+    """Give the CPU to whatever asks for a GPU."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = (_moved(value) for value in args), {name: _moved(value) for name, value in (kwargs or {}).items()}
@@ -59,7 +59,7 @@ class _Generator(torch.Generator):
 
 
 class _Event:
-    """Events a made-up time apart."""
+    """Events with a made-up time between them."""
 
     times = itertools.count(1)
 
@@ -108,7 +108,7 @@ TORCH_CUDA = {
 
 
 def _judged(results: dict[str, torch.Tensor], *_: Any) -> dict[str, Any]:
-    """Results are right, but for the one that has the fault."""
+    """Judge all results as right, but for the one that has the fault."""
     row: dict[str, Any] = dict.fromkeys(results, "0")
     if (fault := os.environ.get(FAULT)) in results:
         return {**row, "status": "FAILED", "message": f"{fault}: a fault that was asked for"}

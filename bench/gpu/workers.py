@@ -1,4 +1,4 @@
-"""Work in processes that may crash, hang, be slow or print without end: whoever waits for them gets an answer, and goes on."""
+"""Processes that may crash or hang: who waits for them gets an answer in time."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from functools import partial
-from multiprocessing.connection import Connection, wait
-from typing import Any, TypeVar
+from multiprocessing.connection import Connection
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from bench.report.rows import ROOT, in_one_line
 
 PATIENCE = 120.0  # seconds that one item may take
-GRACE = 5.0  # seconds between asking a process to end and ending it
-MOST_OUTPUT = 512 << 10  # characters of a program that are passed on
+GRACE = 5.0  # seconds between asking a process to end and killing it
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -35,13 +34,8 @@ class Lost:
 
 
 def ending(status: int | None) -> str:
-    """Describe how a process ended: "signal SIGSEGV", "exit status 3"."""
-    if status is not None and status < 0:
-        try:
-            return f"signal {signal.Signals(-status).name}"
-        except ValueError:
-            return f"signal {-status}"
-    return f"exit status {status}"
+    """How a process ended, in words: "signal SIGSEGV", "exit status 3"."""
+    return f"signal {signal.Signals(-status).name}" if status is not None and status < 0 else f"exit status {status}"
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -54,10 +48,9 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def watch(command: Sequence[str], seconds: float, hear: Callable[[str], None], **environment: str) -> int | None:
-    """Run a program and hear its lines, as long as they are not too many.
+    """Run a program and pass its lines on, until the seconds are over; nothing that it has started stays behind.
 
-    Return its exit status, negative if a signal ended it; None if it was ended since the seconds had passed. Nothing that it has
-    started stays behind.
+    Return its exit status, negative if a signal ended it, None if the time was over.
     """
     process = subprocess.Popen(
         command,
@@ -70,27 +63,24 @@ def watch(command: Sequence[str], seconds: float, hear: Callable[[str], None], *
         env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
         preexec_fn=os.setpgrp,  # a group of its own, but no session: who ends everything of a session ends it, too
     )
+    is_late = threading.Event()
 
-    def listen() -> None:
-        room, output = MOST_OUTPUT, process.stdout
-        assert output is not None
-        for line in iter(partial(output.readline, 4096), ""):
-            if room > 0:
-                hear(line.rstrip("\n"))
-                if (room := room - len(line)) <= 0:
-                    hear(f"... more than {MOST_OUTPUT} characters: the rest is left out")
+    def supervise() -> None:
+        try:
+            process.wait(max(0.1, seconds))
+        except subprocess.TimeoutExpired:
+            is_late.set()
+        _end(process)
 
-    listener = threading.Thread(target=listen, daemon=True)
-    listener.start()
-    cut_off = False
+    supervisor = threading.Thread(target=supervise, daemon=True)
+    supervisor.start()
     try:
-        process.wait(max(0.1, seconds))
-    except subprocess.TimeoutExpired:
-        cut_off = True
+        for line in process.stdout or ():
+            hear(line.rstrip("\n"))
+        supervisor.join()
     finally:
         _end(process)
-        listener.join(GRACE)
-    return None if cut_off else process.returncode
+    return None if is_late.is_set() else process.returncode
 
 
 def _gpu_is_usable() -> bool:
@@ -104,10 +94,11 @@ def _gpu_is_usable() -> bool:
 
 
 def _work(connection: Connection, function: Callable[[Any], Any]) -> None:
-    """The life of a worker: items come, results go, until there are no more items or the GPU is in an error."""
+    """The loop of a worker: items come, results go, until there are no more items or the GPU is in an error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that keeps the rows
     torch.set_num_threads(1)
-    while True:
+    is_usable = True
+    while is_usable:
         try:
             item = connection.recv()
         except EOFError:
@@ -118,35 +109,35 @@ def _work(connection: Connection, function: Callable[[Any], Any]) -> None:
             result = Lost(in_one_line(error))
         is_usable = _gpu_is_usable()
         connection.send((result, is_usable))
-        if not is_usable:
-            sys.stdout.flush()
-            os._exit(1)
+    sys.stdout.flush()
+    os._exit(1)
 
 
-@dataclass
-class _Worker:
-    process: Any
-    connection: Connection
-    item: Any = None
-    since: float = 0.0
+class Worker(Generic[Item, Result]):
+    """A process that answers one item after the other."""
 
-    def give(self, item: Any) -> None:
-        self.item, self.since = item, time.monotonic()
-        self.connection.send(item)
+    def __init__(self, function: Callable[[Item], Result]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_work, args=(theirs, function), daemon=True)
+        self.process.start()
+        theirs.close()
 
-    def dismiss(self) -> None:
-        self.connection.close()
+    def ask(self, item: Item, seconds: float) -> tuple[Result | Lost, bool]:
+        """The result of an item, and whether the worker can go on."""
+        try:
+            self.connection.send(item)
+            if not self.connection.poll(seconds):
+                return Lost(f"no result after {seconds:.0f} s"), False
+            result, is_usable = self.connection.recv()
+            return result, is_usable
+        except (EOFError, OSError):
+            self.process.join(GRACE)
+            return Lost(f"crashed: {ending(self.process.exitcode)}"), False
+
+    def end(self) -> None:
         self.process.kill()
         self.process.join()
-
-
-def _hire(function: Callable[[Any], Any]) -> _Worker:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_work, args=(theirs, function), daemon=True)
-    process.start()
-    theirs.close()
-    return _Worker(process, ours)
 
 
 def spread(
@@ -167,37 +158,34 @@ def spread(
                 return
             yield item, function(item)
         return
-    free, busy = list[_Worker](), dict[Any, _Worker]()
-    try:
-        while True:
-            while len(busy) < jobs and time.monotonic() < deadline:
-                try:
-                    item = next(source)
-                except StopIteration:
-                    break
-                worker = free.pop() if free else _hire(function)
-                worker.give(item)
-                busy[worker.connection] = worker
-            if not busy or time.monotonic() > deadline:
-                return
-            until = min(deadline, *(worker.since + patience for worker in busy.values()))
-            done: list[tuple[Any, Any]] = []
-            for connection in wait(list(busy), max(0.0, until - time.monotonic())):
-                worker = busy.pop(connection)
-                try:
-                    result, is_usable = worker.connection.recv()
-                except (EOFError, OSError):
-                    worker.process.join(GRACE)
-                    result, is_usable = Lost(f"crashed: {ending(worker.process.exitcode)}"), False
-                if is_usable:
-                    free.append(worker)
-                else:
-                    worker.dismiss()
-                done.append((worker.item, result))
-            for worker in [slow for slow in busy.values() if time.monotonic() > slow.since + patience]:
-                busy.pop(worker.connection).dismiss()
-                done.append((worker.item, Lost(f"no result after {patience:.0f} s")))
-            yield from done
-    finally:
-        for worker in (*free, *busy.values()):
-            worker.dismiss()
+    workers, own = list[Worker[Item, Result]](), threading.local()
+
+    def answer(item: Item) -> Result | Lost:
+        """Let the worker of this thread do an item."""
+        if getattr(own, "worker", None) is None:
+            own.worker = Worker(function)
+            workers.append(own.worker)
+        result, is_usable = own.worker.ask(item, min(patience, max(0.0, deadline - time.monotonic())))
+        if not is_usable:
+            own.worker.end()
+            own.worker = None
+        return result
+
+    running: dict[Future[Result | Lost], Item] = {}
+    with ThreadPoolExecutor(jobs) as threads:
+        try:
+            while True:
+                while len(running) < jobs and time.monotonic() < deadline:
+                    try:
+                        item = next(source)
+                    except StopIteration:
+                        break
+                    running[threads.submit(answer, item)] = item
+                done, _ = wait(running, max(0.0, deadline - time.monotonic()), FIRST_COMPLETED)
+                if not running or time.monotonic() > deadline:
+                    return
+                for future in done:
+                    yield running.pop(future), future.result()
+        finally:
+            for worker in workers:
+                worker.end()

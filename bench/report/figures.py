@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 import textwrap
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ Points = Sequence[tuple[int, float]]
 """Length and value."""
 Styles = Mapping[str, dict[str, Any]]
 KIND = ("group", "head_dim", "rel_dim", "table", "is_causal", "dtype")
-"""Rows that agree in these are points of the same lines."""
+"""Columns that the points of a line have in common."""
 INK, MUTED, GRID = "#1f2933", "#6b7785", "#e3e8ee"
 # Ours in a strong colour; the baselines are told apart by lightness and marker, also in print and by the colour-blind.
 STYLES: dict[str, dict[str, Any]] = {
@@ -41,7 +43,7 @@ STYLES: dict[str, dict[str, Any]] = {
 BEST_DENSE = "dense"
 """The best of the dense methods at each length."""
 LEADING = {OURS: "triton_relattn", BEST_DENSE: "best dense PyTorch", "sdpa": "SDPA without positions"}
-"""What figures show unless methods are named, and how it is called there."""
+"""Methods that figures show by default, and their names there."""
 LEADING_STYLES: dict[str, dict[str, Any]] = {
     OURS: STYLES[OURS],
     BEST_DENSE: STYLES["shaw_gather"],
@@ -50,19 +52,6 @@ LEADING_STYLES: dict[str, dict[str, Any]] = {
 BASELINE_STYLE = {"linewidth": 1.6, "markersize": 5.5, "zorder": 3}
 PANEL_HEIGHT, WIDTH, DPI = 3.1, 8.0, 160  # inches; pages show figures at 620 pixels or more
 FONT, SMALL = 10.5, 9.5
-
-
-def _powers(low: float, high: float, base: float, unit: float) -> list[float]:
-    """Ticks unit * base^k, from the last one below low to the first one above high; both are positive."""
-    tick = unit
-    while tick > low:
-        tick /= base
-    while tick * base <= low:
-        tick *= base
-    ticks = [tick]
-    while ticks[-1] < high or len(ticks) < 2:
-        ticks.append(ticks[-1] * base)
-    return ticks
 
 
 def short_length(value: float) -> str:
@@ -78,11 +67,15 @@ QUANTITIES: dict[str, tuple[float, float, Callable[[float], str]]] = {
 """Base and unit of the ticks of a vertical axis, and how a value is written; times are in milliseconds."""
 
 
-def make_ticks(values: Sequence[float], quantity: str) -> list[float]:
-    """The ticks of a logarithmic axis, for the values that are positive. quantity: one of QUANTITIES."""
-    base, unit, _ = QUANTITIES[quantity]
-    positive = [value for value in values if value > 0] or [unit]  # a peak above the inputs may be 0
-    return _powers(min(positive), max(positive), base, unit)
+def set_ticks(axes: Any, values: Sequence[float], quantity: str) -> None:
+    """Logarithmic ticks, from the last one below the values to the first one above; a peak above the inputs may be 0."""
+    base, unit, show = QUANTITIES[quantity]
+    positive = [value for value in values if value > 0] or [unit]
+    first = math.floor(math.log(min(positive) / unit, base) + 1e-9)
+    last = max(first + 1, math.ceil(math.log(max(positive) / unit, base) - 1e-9))
+    ticks = [unit * base**power for power in range(first, last + 1)]
+    axes.set_yticks(ticks, [show(tick) for tick in ticks])
+    axes.set_ylim(ticks[0], ticks[-1])
 
 
 def style(axes: Any, title: str, xlabel: str, subtitle: str = "") -> None:
@@ -102,36 +95,25 @@ def style(axes: Any, title: str, xlabel: str, subtitle: str = "") -> None:
 def draw_panel(axes: Any, points: Mapping[str, Points], styles: Styles, quantity: str, title: str, subtitle: str = "") -> None:
     """Lines against the sequence length, both axes logarithmic. quantity: one of QUANTITIES."""
     for name, values in points.items():
-        label = "_" if name in LEADING and styles is LEADING_STYLES else _described(name)
+        label = textwrap.shorten(f"{name}: {METHODS[name].what}", 44, placeholder=" ...") if styles is STYLES else "_"
         axes.plot(*zip(*values, strict=True), label=label, clip_on=False, **(BASELINE_STYLE | styles[name]))
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     plotted = [value for values in points.values() for _, value in values]
     lengths = sorted({length for values in points.values() for length, _ in values})
     if plotted:
-        _set_ticks(axes, make_ticks(plotted, quantity), quantity)
+        set_ticks(axes, plotted, quantity)
         axes.set_xticks(lengths, [short_length(length) for length in lengths])
     axes.minorticks_off()
     style(axes, title, "sequence length (tokens)", subtitle)
 
 
-def _described(method: str) -> str:
-    return textwrap.shorten(f"{method}: {METHODS[method].what}", 44, placeholder=" ...")
-
-
-def _set_ticks(axes: Any, ticks: Sequence[float], quantity: str) -> None:
-    axes.set_yticks(ticks, [QUANTITIES[quantity][2](tick) for tick in ticks])
-    axes.set_ylim(ticks[0], ticks[-1])
-
-
 def share_range(panels: Sequence[Any], quantity: str) -> None:
     """Give panels that are compared the same vertical range, that of all their lines."""
-    drawn = [axes.get_ylim() for axes in panels if axes.lines]
-    if drawn:
-        base, unit, _ = QUANTITIES[quantity]
-        ticks = _powers(min(low for low, _ in drawn) * 1.001, max(high for _, high in drawn) / 1.001, base, unit)
+    limits = [limit for axes in panels if axes.lines for limit in axes.get_ylim()]
+    if limits:
         for axes in panels:
-            _set_ticks(axes, ticks, quantity)
+            set_ticks(axes, limits, quantity)
 
 
 def finding(points: Mapping[str, Points], words: str, otherwise: str) -> str:
@@ -191,24 +173,19 @@ def failures(rows: Sequence[Row], direction: str, methods: Collection[str]) -> d
     return {method: length for method, length in found.items() if method in methods}
 
 
-def draw_memory_panel(axes: Any, rows: Sequence[Row], direction: str, methods: Collection[str] | None, subtitle: str) -> None:
+def draw_memory_panel(axes: Any, rows: Sequence[Row], direction: str, methods: Collection[str]) -> None:
     """Peak memory against the length, and a cross where a method would have taken more than the limit."""
-    subtitle = f"{direction.replace('+', ' + ')}: {subtitle}"
-    measured = lines(rows, direction, "peak_bytes", methods)
-    styles = choose_styles(methods)
+    measured, styles = lines(rows, direction, "peak_bytes", methods), choose_styles(methods)
     title = finding(lines(rows, direction, "peak_bytes", LEADING), "as much", "Peak memory")
-    draw_panel(axes, measured, styles, "bytes", title, subtitle)
+    draw_panel(axes, measured, styles, "bytes", title, f"{direction.replace('+', ' + ')}: peak memory, lower is better")
     if styles is LEADING_STYLES:
         name_lines(axes, measured)
     failed = failures(rows, direction, measured)
     limits = [float(found[1]) * BYTES[found[2]] for row in rows if (found := LIMIT.search(row["status"]))]
     if not (measured and failed and limits):
         return
-    limit, (base, _, _) = max(limits), QUANTITIES["bytes"]
-    ticks = list(axes.get_yticks())
-    while ticks[-1] < 1.5 * limit:
-        ticks.append(ticks[-1] * base)
-    _set_ticks(axes, ticks, "bytes")
+    limit = max(limits)
+    set_ticks(axes, [*axes.get_ylim(), 1.5 * limit], "bytes")
     axes.axhline(limit, color=MUTED, linewidth=0.8)
     for method, length in failed.items():
         mark_failure(axes, length, limit, styles[method])
@@ -238,16 +215,15 @@ LIMIT = re.compile(r"more than ([\d.]+) (MiB|GiB)")
 BYTES = {"MiB": 2**20, "GiB": 2**30}
 
 
-def draw_ratio_panel(axes: Any, rows: Sequence[Row], direction: str, methods: Collection[str] | None, subtitle: str) -> None:
+def draw_ratio_panel(axes: Any, rows: Sequence[Row], direction: str, methods: Collection[str]) -> None:
     """Time over ours against the length; the words say which way is good."""
-    subtitle = f"{direction.replace('+', ' + ')}: {subtitle}"
     ratios, styles = over_ours(lines(rows, direction, "p50_ms", methods)), choose_styles(methods)
     title = finding(lines(rows, direction, "p50_ms", LEADING), "as long", "Time over ours")
-    draw_panel(axes, ratios, styles, "ratio", title, subtitle)
+    draw_panel(axes, ratios, styles, "ratio", title, f"{direction.replace('+', ' + ')}: time / time of triton_relattn")
     if not ratios:
         return
     plotted = [1.0, *(ratio for values in ratios.values() for _, ratio in values)]
-    _set_ticks(axes, make_ticks([min(plotted) / ROOM, max(plotted) * ROOM], "ratio"), "ratio")
+    set_ticks(axes, [min(plotted) / ROOM, max(plotted) * ROOM], "ratio")
     axes.axhline(1, color=STYLES[OURS]["color"], linewidth=2.2, zorder=2)
     for height, words in ((0.97, "\N{UPWARDS ARROW} slower than ours"), (0.03, "\N{DOWNWARDS ARROW} faster than ours")):
         where = {"transform": axes.transAxes, "va": "top" if height > 0.5 else "bottom"}
@@ -269,21 +245,19 @@ def kinds(rows: Sequence[Row]) -> list[list[Row]]:
     return several or list(found.values())
 
 
-def choose_styles(methods: Collection[str] | None) -> Styles:
-    """The styles of methods, all of them by default."""
-    return LEADING_STYLES if methods is not None and set(methods) == set(LEADING) else STYLES
+def choose_styles(methods: Collection[str]) -> Styles:
+    return LEADING_STYLES if set(methods) == set(LEADING) else STYLES
 
 
-def lines(rows: Sequence[Row], direction: str, column: str, methods: Collection[str] | None = None) -> dict[str, Points]:
-    """The points of every method that has any; methods: only these, which may include the best dense one."""
+def lines(rows: Sequence[Row], direction: str, column: str, methods: Collection[str]) -> dict[str, Points]:
+    """The points of those methods that have any; the best dense one may be among them."""
     measured = {method: summary.points(rows, method, direction, column) for method in METHODS}
     best: dict[int, float] = {}
     for method in summary.DENSE:
         for length, value in measured[method]:
             best[length] = min(value, best.get(length, value))
     measured[BEST_DENSE] = sorted(best.items())
-    wanted = METHODS if methods is None else methods
-    return {method: measured[method] for method in wanted if measured[method]}
+    return {method: measured[method] for method in methods if measured[method]}
 
 
 def kind_title(row: Row) -> str:
@@ -306,19 +280,30 @@ def caption(rows: Sequence[Row], what: str) -> str:
     return "\n".join(textwrap.wrap(f"{what} {'; '.join(sorted(origins))}.", 112))
 
 
-def draw(rows: Sequence[Row], draw_panels: Callable[[Sequence[Row], Sequence[Any]], None], what: str, path: Path) -> None:
-    """A row of two panels for each kind, a legend above if lines have labels, the conditions below."""
+@contextmanager
+def new_figure(path: Path, below: str = "") -> Iterator[Any]:
+    """A figure in the style of all, written to a file at the end; below: its caption."""
     import matplotlib.pyplot as plt
 
-    all_kinds = kinds(rows)
     with plt.rc_context({"font.size": FONT, "font.family": "DejaVu Sans", "text.color": INK}):
-        figure, axes = plt.subplots(len(all_kinds), 2, squeeze=False)
+        figure = plt.figure()
+        yield figure
+        height = figure.get_size_inches()[1]
+        figure.text(0.02, 0.1 / height, below, fontsize=8, color=MUTED, linespacing=1.4, va="bottom")
+        figure.savefig(path, dpi=DPI, facecolor="white")
+        plt.close(figure)
+
+
+def draw(rows: Sequence[Row], draw_panel_pair: Callable[[Sequence[Row], Sequence[Any]], None], what: str, path: Path) -> None:
+    """A row of two panels for each kind, a legend above if lines have labels, the conditions below."""
+    all_kinds, below = kinds(rows), caption(rows, what)
+    with new_figure(path, below) as figure:
+        axes = figure.subplots(len(all_kinds), 2, squeeze=False)
         for alike, pair in zip(all_kinds, axes, strict=True):
-            draw_panels(alike, pair)
+            draw_panel_pair(alike, pair)
             above = {"xycoords": "axes fraction", "textcoords": "offset points", "color": MUTED, "fontsize": SMALL}
             pair[0].annotate(kind_title(alike[0]), (-0.14, 1), (0, 46), **above).set_in_layout(False)
         handles = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-        below = caption(rows, what)
         foot, head = 0.16 * len(below.splitlines()) + 0.2, 0.21 * -(-len(handles) // 2) + 0.3
         height = (PANEL_HEIGHT + 0.3) * len(all_kinds) + head + foot
         figure.set_size_inches(WIDTH, height)
@@ -326,6 +311,25 @@ def draw(rows: Sequence[Row], draw_panels: Callable[[Sequence[Row], Sequence[Any
         if handles:
             place = {"loc": "upper left", "ncols": 2, "frameon": False, "bbox_to_anchor": (0.0, 1.0), "fontsize": SMALL}
             figure.legend(handles.values(), handles.keys(), **place)
-        figure.text(0.02, 0.1 / height, below, fontsize=8, color=MUTED, linespacing=1.4, va="bottom")
-        figure.savefig(path, dpi=DPI, facecolor="white")
-        plt.close(figure)
+
+
+def draw_memory(rows: Sequence[Row], path: Path, methods: Collection[str]) -> None:
+    """Peak memory against the length, forward, and forward with backward."""
+
+    def panels(alike: Sequence[Row], axes: Sequence[Any]) -> None:
+        for axis, direction in zip(axes, summary.DIRECTIONS, strict=True):
+            draw_memory_panel(axis, alike, direction, methods)
+        share_range(axes, "bytes")
+
+    draw(rows, panels, "Peak memory above the inputs. Dotted: without a relative term.", path)
+
+
+def draw_speed(rows: Sequence[Row], path: Path, methods: Collection[str]) -> None:
+    """Time over ours against the length, forward, and forward with backward."""
+
+    def panels(alike: Sequence[Row], axes: Sequence[Any]) -> None:
+        for axis, direction in zip(axes, summary.DIRECTIONS, strict=True):
+            draw_ratio_panel(axis, alike, direction, methods)
+        share_range(axes, "ratio")
+
+    draw(rows, panels, "Medians of interleaved runs. Dotted: without a relative term, a lower bound.", path)

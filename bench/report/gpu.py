@@ -9,7 +9,7 @@ from typing import Any
 
 from ..cases.methods import OURS
 from . import summary
-from .rows import ROOT, read
+from .rows import ROOT, pivot, read
 from .summary import DENSE, DIRECTIONS
 from .text import digits, markdown_table, short_bytes
 
@@ -23,17 +23,17 @@ BOTH = DIRECTIONS[1]
 FLASH, CUDNN, FLEX = "sdpa_flash", "sdpa_cudnn", "flex_attention"
 SDPA_BIAS = ("sdpa_bias_efficient", "sdpa_bias_cudnn")
 STALLED = 1.1
-"""The median by the fastest fifth of the rounds, from which on the host stalled the GPU in most of them."""
+"""A median over the 20th percentile that is larger means that the host stalled the GPU in most rounds."""
 GAIN = 1.05
-"""A ratio of two medians that is more than chance."""
+"""A larger ratio of two medians is no chance."""
 REPEATED = 1.1
-"""The ratio of a call's medians in two runs, the larger by the smaller, up to which the time repeated."""
+"""A call's time repeated if its medians in two runs differ by no more than this factor."""
 README_LENGTHS = ("1024", "4096", "16384")
 CHANGED = "Since then four rows of tile sizes were retuned and launches are cached again; that was not timed on a GPU."
 
 
 def load_times(group: str | None = None, run: str = "measure") -> Rows:
-    """Times of whole calls that a run has, of one group or of all."""
+    """Times of whole calls in a run, of one group or of all."""
     rows = [row for row in read(RESULTS / run / "results.csv") if row["verb"] == "speed" and row["p50_ms"]]
     return {(row["case"], row["method"], row["direction"]): row for row in rows if group in (None, row["group"])}
 
@@ -191,10 +191,8 @@ def peaks() -> list[Row]:
 
 def memory_sentence() -> str:
     """Peaks of ours and of the leanest dense method, at the longest length that both have."""
-    found: dict[int, dict[str, float]] = {}
-    for row in peaks():
-        if row["direction"] == BOTH and row["peak_bytes"]:
-            found.setdefault(int(row["seqlen"]), {})[row["method"]] = float(row["peak_bytes"])
+    rows = pivot((row for row in peaks() if row["direction"] == BOTH), ["seqlen"], "peak_bytes")
+    found = {int(length): by_method for (length,), by_method in rows.items()}
     length = max(n for n, by_method in found.items() if OURS in by_method and any(name in by_method for name in DENSE))
     dense = min(found[length][name] for name in DENSE if name in found[length])
     return (

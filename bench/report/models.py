@@ -8,7 +8,8 @@ from statistics import geometric_mean
 from typing import Any
 
 from ..cases.methods import OURS
-from .figures import DPI, FONT, INK, MUTED, SMALL, STYLES, WIDTH, Row, caption
+from .figures import INK, MUTED, SMALL, STYLES, WIDTH, Row, caption, new_figure
+from .rows import pivot
 from .summary import DIRECTIONS
 from .text import digits, markdown_table
 
@@ -72,16 +73,13 @@ def is_single(row: Row) -> bool:
 
 def values(rows: Sequence[Row], length: int, column: str) -> dict[str, dict[str, float]]:
     """By family and method, a column of what was measured, forward and backward of one sequence."""
-    found: dict[str, dict[str, float]] = {}
-    for row in rows:
-        wanted = (row["direction"], int(row["seqlen"]), row["status"]) == (DIRECTION, length, "ok") and is_single(row)
-        if wanted and row.get(column):
-            found.setdefault(row["case"], {})[row["method"]] = float(row[column])
-    return found
+    size = {"direction": DIRECTION, "seqlen": str(length), "batch": "1", "status": "ok"}
+    wanted = (row for row in rows if all(str(row[name]) == value for name, value in size.items()))
+    return {case: by_method for (case,), by_method in pivot(wanted, ["case"], column).items()}
 
 
 def over_ours(rows: Sequence[Row], length: int, column: str) -> Ratios:
-    """By family, how many times ours the best of the stock ways takes."""
+    """By family, time or memory of the best stock method over ours."""
     found: Ratios = {}
     for case, measured in values(rows, length, column).items():
         stock = [value for method, value in measured.items() if method != OURS]
@@ -133,22 +131,18 @@ def family_title(case: str) -> str:
 def ratios(rows: Sequence[Row], shown: Sequence[str] | None = None) -> str:
     """How many times as long as ours a stock model takes, a table for each direction, with means over all models."""
     sizes = list(dict.fromkeys((str(row["seqlen"]), str(row["batch"])) for row in rows))
-    times = {
-        (row["direction"], str(row["seqlen"]), str(row["batch"]), row["case"], row["method"]): float(row["p50_ms"])
-        for row in rows
-        if row["p50_ms"]
-    }
     pairs = list(dict.fromkeys((row["case"], row["method"]) for row in rows if row["method"] != OURS))
-    parts = []
+    times, parts = pivot(rows, ["direction", "case", "seqlen", "batch"], "p50_ms"), []
     for direction in DIRECTIONS:
         columns: list[list[float]] = [[] for _ in sizes]
         body = []
         for case, method in pairs:
             cells = []
-            for size, found in zip(sizes, columns, strict=True):
-                stock, ours = (times.get((direction, *size, case, name)) for name in (method, OURS))
+            for size, column in zip(sizes, columns, strict=True):
+                by_method = times.get((direction, case, *size), {})
+                stock, ours = by_method.get(method), by_method.get(OURS)
                 cells.append(f"{stock / ours:.2f}" if stock and ours else "-")
-                found += [stock / ours] if stock and ours else []
+                column += [stock / ours] if stock and ours else []
             if cells != ["-"] * len(sizes) and (shown is None or case in shown):
                 body.append([family_title(case), method, *cells])
         if body:
@@ -163,12 +157,10 @@ NAMES_WIDE, BARS_WIDE, COLUMN, ROW, TITLE = 1.75, 1.6, 4.0, 0.19, 0.62  # inches
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """How many times our time and memory the best stock way takes: a bar for each family, those with the largest gain first.
+    """Time and memory of the best stock method over ours: a bar per family, the largest gain first.
 
     On the left at the longest length of each family, on the right at the shortest of all. Of a single family, all lengths.
     """
-    import matplotlib.pyplot as plt
-
     lengths, is_one = single_lengths(rows), len({row["case"] for row in rows}) == 1
     longer = lengths if is_one or len(lengths) == 1 else lengths[1:]
     columns = [[(_at_the_longest(rows, longer, column, is_one), longer, column) for column in ("p50_ms", "peak_bytes")]]
@@ -180,21 +172,18 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         f"Forward + backward, {layers}, one sequence; the best stock way; titles: geometric means. Grey: no gain (below {GAIN})."
     )
     below = caption(rows, what)
-    foot = 0.15 * len(below.splitlines()) + 0.2
-    height = max(sum(ROW * len(found) + TITLE for found, *_ in column) for column in columns) + foot
-    with plt.rc_context({"font.size": FONT, "font.family": "DejaVu Sans", "text.color": INK}):
-        figure = plt.figure(figsize=(WIDTH, height))
-        for place, column in enumerate(columns):
-            top = height
+    height = max(sum(ROW * len(found) + TITLE for found, *_ in column) for column in columns)
+    height += 0.15 * len(below.splitlines()) + 0.2
+    with new_figure(path, below) as figure:
+        figure.set_size_inches(WIDTH, height)
+        for number, column in enumerate(columns):
+            bottom = height
             for found, compared_lengths, measured in column:
                 tall = ROW * len(found)
-                top -= TITLE + tall
-                box = (COLUMN * place + NAMES_WIDE, top, BARS_WIDE, tall)
-                axes = figure.add_axes((box[0] / WIDTH, box[1] / height, box[2] / WIDTH, box[3] / height))
+                bottom -= TITLE + tall
+                left = COLUMN * number + NAMES_WIDE
+                axes = figure.add_axes((left / WIDTH, bottom / height, BARS_WIDE / WIDTH, tall / height))
                 _bars(axes, found, compared_lengths, *WORDS[measured], is_one)
-        figure.text(0.02, 0.1 / height, below, fontsize=8, color=MUTED, linespacing=1.4, va="bottom")
-        figure.savefig(path, dpi=DPI, facecolor="white")
-        plt.close(figure)
 
 
 def _at_the_longest(rows: Sequence[Row], lengths: Sequence[int], column: str, at_each: bool = False) -> Ratios:

@@ -1,14 +1,24 @@
-"""Progress on stderr: a bar in a terminal that has tqdm, a short line per finished step elsewhere."""
+"""Progress on stderr: a bar in a terminal that has tqdm, a short line per finished step elsewhere; and an early end."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TypeVar
 
 Item = TypeVar("Item")
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let Ctrl-C end the measurements, but not the report that follows."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("interrupted; what has been measured is kept")
 
 
 def progress(

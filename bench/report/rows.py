@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import csv
 import importlib.metadata
-import json
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -73,22 +72,14 @@ def shown(value: Any) -> Any:
 class Table:
     """Rows with the same columns, kept and appended to a CSV file as they come, so that an interrupted run has them."""
 
-    def __init__(
-        self,
-        columns: Sequence[str],
-        stamp: dict[str, str],
-        csv_path: Path | None = None,
-        json_path: Path | None = None,
-        append: bool = False,
-    ) -> None:
+    def __init__(self, columns: Sequence[str], stamp: dict[str, str], csv_path: Path | None = None, append: bool = False) -> None:
         """append: what the CSV file has already stays."""
         self.columns, self.rows = [*columns, *STAMP], list[dict[str, Any]]()
-        self.stamp, self.csv_path, self.json_path = stamp, csv_path, json_path
-        for path in (csv_path, json_path):
-            if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                if not append:
-                    path.unlink(missing_ok=True)
+        self.stamp, self.csv_path = stamp, csv_path
+        if csv_path is not None:
+            csv_path.parent.mkdir(parents=True, exist_ok=True)
+            if not append:
+                csv_path.unlink(missing_ok=True)
 
     def add(self, row: dict[str, Any]) -> None:
         """Raises ValueError for a column that there is not."""
@@ -100,14 +91,21 @@ class Table:
                 if file.tell() == 0:
                     writer.writeheader()
                 writer.writerow(row)
-        if self.json_path is not None:
-            self.json_path.write_text(json.dumps(self.rows, indent=1) + "\n")
 
 
 def read(path: Path) -> list[dict[str, str]]:
     """The rows of a CSV file."""
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def pivot(rows: Iterable[Mapping[str, Any]], names: Sequence[str], column: str) -> dict[tuple[str, ...], dict[str, float]]:
+    """By the values of the named columns, the numbers of a column by method."""
+    found: dict[tuple[str, ...], dict[str, float]] = {}
+    for row in rows:
+        if row[column]:
+            found.setdefault(tuple(str(row[name]) for name in names), {})[row["method"]] = float(row[column])
+    return found
 
 
 def in_one_line(error: BaseException) -> str:

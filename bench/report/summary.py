@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..cases.methods import METHODS, OURS
+from .rows import pivot
 from .text import digits, markdown_table, short_bytes, short_time
 from .text import table as text_table
 
 Row = dict[str, Any]
 DIRECTIONS = ("forward", "forward+backward")
 NO_REMARK = ("ok", "does not apply", "not tried")
+SIZES = ("batch", "heads", "seqlen", "head_dim")
 DENSE = ("shaw_gather", "gather", "skewing", "dense_bias")
 
 FITTED = 8
@@ -41,12 +43,13 @@ def points(rows: Sequence[Row], method: str, direction: str, column: str) -> lis
 def across_methods(rows: Sequence[Row], direction: str, column: str, show: Callable[[float, float | None], str]) -> str:
     """Cases down, methods across. ``show`` makes a cell of a value and of ours."""
     rows = [row for row in rows if row["direction"] == direction]
-    values = {(row["case"], row["method"]): float(row[column]) for row in rows if row[column]}
-    methods = [name for name in METHODS if any(name == method for _, method in values)]
+    values = pivot(rows, ["case"], column)
+    methods = [name for name in METHODS if any(name in by_method for by_method in values.values())]
     body = []
     for case in dict.fromkeys(row["case"] for row in rows):
-        ours = values.get((case, OURS))
-        body.append((case, *(show(values[case, name], ours) if (case, name) in values else "-" for name in methods)))
+        by_method = values.get((case,), {})
+        shown = (show(by_method[name], by_method.get(OURS)) if name in by_method else "-" for name in methods)
+        body.append((case, *shown))
     if column == "peak_bytes":
         powers = [exponent(points(rows, name, direction, column)) for name in methods]
         if any(power is not None for power in powers):
@@ -55,14 +58,14 @@ def across_methods(rows: Sequence[Row], direction: str, column: str, show: Calla
 
 
 def remarks(rows: Sequence[Row]) -> str:
-    """A line for everything that could not be measured, except what was not even tried."""
+    """A line for all that failed, without what was not tried."""
     lines = (f"{row['method']}, {row['direction']}, {row['case']}: {row['status']}" for row in rows)
     wanted = [line for line, row in zip(lines, rows, strict=True) if not row["status"].startswith(NO_REMARK)]
     return "".join(f"  {line}\n" for line in dict.fromkeys(wanted))
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Time and memory of one kind of case, lengths down and methods across, a table for each and each direction."""
+    """Time and memory of one kind of case, a table per direction: lengths down, methods across."""
     parts = []
     for column, unit, scale in (("p50_ms", "ms", 1.0), ("peak_bytes", "MiB", 2**20)):
         for direction in DIRECTIONS:
@@ -102,27 +105,25 @@ def _directions(rows: Sequence[Row]) -> list[str]:
 
 
 def new_lengths(rows: Sequence[Row]) -> str:
-    """Time and memory of lengths that a process has never met, as Markdown."""
+    """Time and memory of lengths that are new to a process, as Markdown."""
     body = []
     for row in (row for row in rows if row["status"] == "ok"):
         times = (short_time(float(row[name])) for name in ("first_ms", "again_ms"))
         body.append((row["method"], str(row["lengths"]), *times, short_bytes(max(0.0, float(row["kept_bytes"])))))
     head = ("method", "lengths", "each once", "again", "memory kept")
-    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ("---",) * len(head), *body)) + "\n"
+    return markdown_table(head, body, "---") + "\n"
 
 
 def beside_dense(rows: Sequence[Row]) -> str:
     """Ours, beside SDPA without a term and the fastest dense method, as Markdown, a table per direction; ratios are to ours."""
     parts = []
+    times = pivot((row for row in rows if row["status"] == "ok"), ["direction", "group", *SIZES, "case"], "p50_ms")
     for direction in (name for name in DIRECTIONS if any(row["direction"] == name for row in rows)):
         body = []
-        for group, case in dict.fromkeys((row["group"], row["case"]) for row in rows):
-            measured = [row for row in rows if (row["group"], row["case"], row["status"]) == (group, case, "ok")]
-            times = {str(row["method"]): float(row["p50_ms"]) for row in measured if row["direction"] == direction}
-            ours, dense = times[OURS], min((name for name in DENSE if name in times), key=times.__getitem__)
-            size = ", ".join(str(measured[0][name]) for name in ("batch", "heads", "seqlen", "head_dim"))
-            fastest = (f"{digits(times[dense])} ({dense})", f"{times[dense] / ours:.2f}")
-            body.append([size, digits(ours), f"{times['sdpa'] / ours:.2f}", *fastest])
+        for by_method, size in ((found, key[2:-1]) for key, found in times.items() if key[0] == direction):
+            ours, dense = by_method[OURS], min((name for name in DENSE if name in by_method), key=by_method.__getitem__)
+            fastest = (f"{digits(by_method[dense])} ({dense})", f"{by_method[dense] / ours:.2f}")
+            body.append([", ".join(size), digits(ours), f"{by_method['sdpa'] / ours:.2f}", *fastest])
         head = [f"{direction}: batch, heads, length, width", "ours, ms", "SDPA's", "fastest dense, ms", "ratio"]
         parts.append(markdown_table(head, body))
     return "\n\n".join(parts) + "\n"

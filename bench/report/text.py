@@ -19,9 +19,9 @@ def table(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     return "\n".join((line(header), line(["-" * width for width in widths]), *map(line, body)))
 
 
-def markdown_table(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown, its first column to the left, the others to the right."""
-    rule = ["---", *["---:"] * (len(header) - 1)]
+def markdown_table(header: Sequence[str], body: Sequence[Sequence[str]], others: str = "---:") -> str:
+    """A table in Markdown, its first column to the left, the others to the right or as their rule says."""
+    rule = ["---", *[others] * (len(header) - 1)]
     return "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *body))
 
 

@@ -1,4 +1,4 @@
-"""Errors against float64, of this package and of what people write today in the same precision."""
+"""Errors against float64, of this package and of common baselines in the same precision."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from triton_relattn.testing import Inputs, make_inputs
 from ..cases.attention import DTYPES
 from ..cases.baselines import BASELINES
 from ..cases.methods import OURS
-from ..report.progress import progress
+from ..report.progress import interruptible, progress
 from ..report.rows import Table, in_one_line, stamp
-from .options import add_files, add_list, add_machine, positive
+from ..report.text import markdown_table
+from .options import add_csv, add_list, add_machine, positive
 
 RESULTS = ("out", "d_query", "d_key", "d_value", "d_table")
 COLUMNS = ("verb", "case", "dtype", "method", *RESULTS, "status", "length")
@@ -27,7 +28,7 @@ EAGER, SDPA = "eager", "sdpa"
 METHODS = (OURS, EAGER, SDPA)
 """Ours; S by skewing, then the formula as it stands; S as the attn_mask of scaled_dot_product_attention."""
 OUTLIERS = {"near_12800": (320.0, 320.0, 0.0), "near_minus_200": (40.0, -40.0, 0.0)}
-"""Values of query, key and table in one channel: a constant in all logits, which changes nothing but what roundings are relative
+"""Values of query, key and table in one channel: a constant in all logits, which changes only what roundings are relative
 to. 320 * 320 is beyond float16."""
 SHARED = "shared_table"
 CASES = ("normal", "sharp", *OUTLIERS, SHARED)
@@ -43,12 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--length", type=positive, default=LENGTH, help="length of the sequences (%(default)s)")
     add_machine(parser)
-    add_files(parser)
+    add_csv(parser)
     parser.add_argument("--append", action="store_true", help="keep the rows that the CSV file has")
 
 
 def inputs(case: str, dtype: str, length: int, device: str) -> Inputs:
-    """Full attention with a table of 2 length - 1 rows, normally distributed but for what the case says."""
+    """Full attention with a table of 2 length - 1 rows, normally distributed apart from the case's outliers."""
     heads = (4, 16) if case == SHARED else (1, 8)
     drawn = make_inputs(
         *heads, length, length, 64, num_rows=2 * length - 1, dtype=DTYPES[dtype], device=device, seed=0, sharp=case == "sharp"
@@ -101,18 +102,15 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         errors = " ".join(f"{float(row[name]):.1e}" for name in RESULTS) if row["status"] == "ok" else row["status"]
         cells.setdefault((row["case"], row["dtype"]), {})[row["method"]] = errors
-    lines = [["inputs", "", *methods], ["---"] * (len(methods) + 2)]
-    lines += [[*case, *(by_method.get(method, "-") for method in methods)] for case, by_method in cells.items()]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    body = [[*case, *(by_method.get(method, "-") for method in methods)] for case, by_method in cells.items()]
+    return markdown_table(["inputs", "", *methods], body, "---") + "\n"
 
 
 def run(options: argparse.Namespace) -> int:
-    table = Table(COLUMNS, stamp(options.device), options.csv, options.json, options.append)
-    try:
+    table = Table(COLUMNS, stamp(options.device), options.csv, options.append)
+    with interruptible():
         for case, dtype in progress([(c, d) for c in options.cases for d in options.dtypes], " ".join):
             for row in measure(case, dtype, options):
                 table.add(row)
-    except KeyboardInterrupt:
-        print("interrupted; what has been measured is kept")
     print(markdown(table.rows))
     return 0

@@ -1,4 +1,4 @@
-"""Time here beside another commit, or another checkout: the package of each in a process of its own, in turn, the least of all.
+"""Time here beside another commit or checkout: each package in its own process, in turn, the least of all runs.
 
 ``python -m bench compare REF speed --shape b1,h8,n2048``. REF: a commit, branch or tag, or a folder with a checkout. The verbs
 are speed, host and models, with their own options; ``--seconds`` is the time of each case. Cases, models and clock are those of
@@ -103,7 +103,7 @@ def parse(verb: str, words: list[str]) -> argparse.Namespace:
 
 @contextmanager
 def checkout(ref: str) -> Iterator[Path]:
-    """A folder with the package at a commit, which is gone afterwards; a folder that has the package as it is."""
+    """A temporary folder with the package at a commit; if ref is a folder with the package, that one."""
     if (Path(ref) / "triton_relattn").is_dir():
         yield Path(ref).resolve()
         return
@@ -156,6 +156,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    from ..report.progress import interruptible
     from ..report.text import digits, table
 
     given = parse(options.verb, options.words)
@@ -167,14 +168,13 @@ def run(options: argparse.Namespace) -> int:
         for worker in workers:
             stack.callback(worker.stop)
         try:
-            for name, least in compare(workers[0], workers[1], given.seconds):
-                print(f"  {name}", file=sys.stderr, flush=True)
-                found.append((name, least))
+            with interruptible():
+                for name, least in compare(workers[0], workers[1], given.seconds):
+                    print(f"  {name}", file=sys.stderr, flush=True)
+                    found.append((name, least))
         except Failed as error:
             print(error, file=sys.stderr)
             return 1
-        except KeyboardInterrupt:
-            print("interrupted; what has been measured is kept")
     columns = list(dict.fromkeys(column for _, least in found for column in least[0]))
     head = [f"{unit}, here and at {options.ref}", *(word for column in columns for word in (column, "there", "ratio"))]
     body = []

@@ -1,4 +1,4 @@
-"""Time that a call takes the host, on a machine without a GPU: kernels are compiled, and launched on a stub of the driver.
+"""CPU overhead of a call, without a GPU: kernels are compiled, and launched on a stub of the driver.
 
 For each kind of call: microseconds until the first kernel would start, forward and backward, and of the whole forward and
 backward; each the least of many. Triton's launcher runs up to the driver (tools/stub_gpu). Allocations and the few operations of
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def timers(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
-    """For compare: each kind of call, and what measures it."""
+    """For compare: each kind of call, and a function that measures it."""
     for kind in KINDS:
         yield kind, partial(measure, kind, options.calls)
 

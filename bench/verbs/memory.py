@@ -9,7 +9,7 @@ from ..cases.attention import Case
 from ..cases.methods import METHODS
 from ..measure import processes
 from ..report import summary
-from ..report.progress import progress
+from ..report.progress import interruptible, progress
 from ..report.rows import Table, stamp
 from . import speed
 from .options import add_measured, chosen_cases
@@ -36,12 +36,12 @@ def run(options: argparse.Namespace) -> int:
     chosen = chosen_cases(options, ["cpu" if options.device == "cpu" else "memory"])
     if not options.no_verify and not speed.tests_pass(options.device):
         return 1
-    table = Table(speed.COLUMNS, stamp(options.device), options.csv, options.json)
+    table = Table(speed.COLUMNS, stamp(options.device), options.csv)
     failures = {direction: speed.Failures() for direction in DIRECTIONS}
     by_length = sorted(chosen, key=lambda case: case.length)
     points = [(case, method, direction) for case in by_length for method in options.methods for direction in DIRECTIONS]
     skipped: dict[Any, str] = {}
-    try:
+    with interruptible():
         for case, method, direction in progress(
             points,
             outcome=lambda point: skipped.get(point, ""),
@@ -53,7 +53,5 @@ def run(options: argparse.Namespace) -> int:
                 skipped[case, method, direction] = row["status"]
             failures[direction].remember(case, [row])
             table.add(row)
-    except KeyboardInterrupt:
-        print("interrupted; what has been measured is kept")
     print(summary.memory(table.rows))
     return 1 if any(row["status"].startswith("failed") for row in table.rows) else 0

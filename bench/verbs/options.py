@@ -1,4 +1,4 @@
-"""Command-line options that several verbs have."""
+"""Command-line options that verbs share."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from ..cases.methods import METHODS
 Name = TypeVar("Name", str, int)
 
 
-def some_of(known: Sequence[Name]) -> Callable[[str], list[Name]]:
-    """A parser of a list with commas between its values, all of which must be known."""
+def some_of(choices: Sequence[Name]) -> Callable[[str], list[Name]]:
+    """A parser of a comma-separated list of choices."""
 
     def parse(text: str) -> list[Name]:
-        names = {str(value): value for value in known}
+        names = {str(value): value for value in choices}
         values = [value.strip() for value in text.split(",")]
         if unknown := [value for value in values if value not in names]:
             raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; there are {', '.join(names)}")
@@ -34,16 +34,16 @@ def some_of(known: Sequence[Name]) -> Callable[[str], list[Name]]:
 
 
 def add_list(
-    parser: argparse.ArgumentParser, name: str, known: Sequence[Name], default: Sequence[Name] | None, what: str = ""
+    parser: argparse.ArgumentParser, name: str, choices: Sequence[Name], default: Sequence[Name] | None, what: str = ""
 ) -> None:
-    """An option ``--name`` that takes some of what is known: names without blanks and commas, which separate them."""
-    others: list[str] = [str(value) for value in known if value not in (default or ())]
+    """An option ``--name`` that takes a comma-separated list of choices."""
+    others: list[str] = [str(value) for value in choices if value not in (default or ())]
     usual = ", ".join(map(str, default or ()))
-    if default and len(others) <= 1 < len(known):
+    if default and len(others) <= 1 < len(choices):
         usual = " but ".join(("all", *others))
-    text = f"{what}, some of: " * bool(what) + ", ".join(map(str, known)) + f" (default: {usual})" * bool(usual)
+    text = f"{what}, some of: " * bool(what) + ", ".join(map(str, choices)) + f" (default: {usual})" * bool(usual)
     chosen = None if default is None else list(default)
-    parser.add_argument(f"--{name}", type=some_of(known), default=chosen, metavar="A,B", help=text)
+    parser.add_argument(f"--{name}", type=some_of(choices), default=chosen, metavar="A,B", help=text)
 
 
 def available_device() -> str:
@@ -87,16 +87,15 @@ def new_file(text: str) -> Path:
 
 
 def interpreted() -> bool:
-    """Whether kernels are interpreted in this process, and cannot be compiled; it is then printed."""
+    """Whether kernels are interpreted in this process and cannot be compiled; prints what to do."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         print("kernels are interpreted in this process, not compiled: unset TRITON_INTERPRET")
         return True
     return False
 
 
-def add_files(parser: argparse.ArgumentParser) -> None:
+def add_csv(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--csv", type=new_file, metavar="PATH", help="file for the rows, written as they come")
-    parser.add_argument("--json", type=new_file, metavar="PATH", help="file for the rows as JSON")
 
 
 def add_jobs(parser: argparse.ArgumentParser) -> None:
@@ -116,7 +115,7 @@ def add_cases(parser: argparse.ArgumentParser, default: Sequence[str] | None) ->
 
 
 def add_shape(parser: argparse.ArgumentParser) -> None:
-    """``--shape`` and what belongs to it, for a call of one's own; chosen_cases reads them."""
+    """``--shape`` and its options, for a call of one's own; chosen_cases reads them."""
     parser.add_argument(
         "--shape",
         type=shape,
@@ -147,7 +146,7 @@ def add_measured(parser: argparse.ArgumentParser, default: Sequence[str] | None)
     add_list(parser, "methods", tuple(METHODS), tuple(METHODS))
     add_machine(parser)
     add_no_verify(parser)
-    add_files(parser)
+    add_csv(parser)
 
 
 def add_machine(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Figures and tables from the CSV files of speed, memory and models, and from nothing else."""
+"""Figures and tables from the CSV files of speed, memory and models alone."""
 
 from __future__ import annotations
 
@@ -7,21 +7,10 @@ import csv
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ..cases.methods import METHODS
 from ..report import models, summary
-from ..report.figures import (
-    KIND,
-    LEADING,
-    Row,
-    draw,
-    draw_memory_panel,
-    draw_ratio_panel,
-    kind_title,
-    kinds,
-    share_range,
-)
+from ..report.figures import KIND, LEADING, Row, draw_memory, draw_speed, kind_title, kinds
 from ..report.rows import STAMP, read
 from .options import add_list, new_folder
 
@@ -57,40 +46,20 @@ def run(options: argparse.Namespace) -> int:
 
     matplotlib.use("Agg")
     rows = [row for file in options.csv for row in file]
+    by_verb = {verb: [row for row in rows if row["verb"] == verb] for verb in COLUMNS}
     options.out.mkdir(parents=True, exist_ok=True)
     methods = options.methods or tuple(LEADING)
-    by_verb = {verb: [row for row in rows if row["verb"] == verb] for verb in COLUMNS}
     drawings: dict[str, Callable[[Sequence[Row], Path], None]] = {
         "memory": partial(draw_memory, methods=methods),
         "speed": partial(draw_speed, methods=methods),
         "models": models.draw,
     }
-    for verb, draw_rows in drawings.items():
+    for verb, draw in drawings.items():
         if by_verb[verb] and (verb != "models" or models.single_lengths(by_verb[verb])):
-            draw_rows(by_verb[verb], options.out / f"{verb}.png")
+            draw(by_verb[verb], options.out / f"{verb}.png")
             print(options.out / f"{verb}.png")
     if by_verb["models"]:
         print(f"\n{models.tables(by_verb['models'])}")
     for alike in kinds([*by_verb["speed"], *by_verb["memory"]]):
         print(f"\n{kind_title(alike[0])}\n\n{summary.markdown(alike)}")
     return 0
-
-
-def draw_memory(rows: Sequence[Row], path: Path, methods: Sequence[str] | None = None) -> None:
-    """Peak memory against the length, forward, and forward with backward. methods: see figures.lines."""
-    panel = partial(draw_memory_panel, methods=methods, subtitle="peak memory, lower is better")
-    draw(rows, partial(_both_directions, panel, "bytes"), "Peak memory above the inputs. Dotted: without a relative term.", path)
-
-
-def draw_speed(rows: Sequence[Row], path: Path, methods: Sequence[str] | None = None) -> None:
-    """Time over ours against the length, forward, and forward with backward. methods: see figures.lines."""
-    panel = partial(draw_ratio_panel, methods=methods, subtitle="time / time of triton_relattn")
-    what = "Medians of interleaved runs. Dotted: without a relative term, a lower bound."
-    draw(rows, partial(_both_directions, panel, "ratio"), what, path)
-
-
-def _both_directions(panel: Callable[..., None], quantity: str, rows: Sequence[Row], axes: Sequence[Any]) -> None:
-    """A panel for each direction, with the same range."""
-    for axis, direction in zip(axes, summary.DIRECTIONS, strict=True):
-        panel(axis, rows, direction)
-    share_range(axes, quantity)

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..cases.methods import OURS
 from ..report import figures, gpu, models, summary
-from ..report.rows import ROOT, read
+from ..report.rows import ROOT, pivot, read
 from ..report.summary import DENSE
 from ..report.text import digits, markdown_table, short_bytes, short_time
 from . import accuracy
@@ -36,10 +36,8 @@ Measured = dict[int, dict[str, float]]
 
 def measured(file: str, direction: str, column: str) -> Measured:
     """By length, a column of our rows, of SDPA without positions and of the best dense method, "dense"."""
-    found: Measured = {}
-    for row in read(RESULTS / file):
-        if row["direction"] == direction and row["status"] == "ok":
-            found.setdefault(int(row["seqlen"]), {})[row["method"]] = float(row[column])
+    rows = (row for row in read(RESULTS / file) if row["direction"] == direction and row["status"] == "ok")
+    found = {int(length): by_method for (length,), by_method in pivot(rows, ["seqlen"], column).items()}
     for by_method in found.values():
         if dense := [by_method[method] for method in DENSE if method in by_method]:
             by_method["dense"] = min(dense)
@@ -134,9 +132,8 @@ def huang() -> str:
 def decoding() -> str:
     """One query and a cache of keys."""
     rows = [row for row in read(RESULTS / "short.csv") if (row["group"], row["direction"]) == ("decode", "forward")]
-    times = {(row["case"], row["method"]): float(row["p50_ms"]) for row in rows if row["p50_ms"]}
-    sizes = {row["case"]: f"{row['batch']}, {row['seqlen']}" for row in rows}
-    body = [[size, *(digits(times[case, method]) for method in (OURS, "sdpa"))] for case, size in sizes.items()]
+    times = pivot(rows, ["batch", "seqlen"], "p50_ms")
+    body = [[", ".join(size), digits(found[OURS]), digits(found["sdpa"])] for size, found in times.items()]
     return markdown_table(["batch, keys", "ours, ms", "SDPA without a term, ms"], body)
 
 
@@ -195,12 +192,10 @@ def written(page: str) -> str:
 
 def draw(path: Path) -> None:
     """Memory and time side by side."""
-    import matplotlib.pyplot as plt
-
-    with plt.rc_context({"font.size": figures.FONT, "font.family": "DejaVu Sans", "text.color": figures.INK}):
-        drawn, axes = plt.subplots(1, 2, figsize=(figures.WIDTH, 3.4))
-        panels = (("memory.csv", "peak_bytes", "bytes", "memory", "as much"), ("speed.csv", "p50_ms", "time", "time", "as long"))
-        for axis, (file, column, quantity, what, times) in zip(axes, panels, strict=True):
+    panels = (("memory.csv", "peak_bytes", "bytes", "memory", "as much"), ("speed.csv", "p50_ms", "time", "time", "as long"))
+    with figures.new_figure(path) as drawn:
+        drawn.set_size_inches(figures.WIDTH, 3.4)
+        for axis, (file, column, quantity, what, times) in zip(drawn.subplots(1, 2), panels, strict=True):
             rows = [row for row in read(RESULTS / file) if row["direction"] == "forward+backward"]
             points = figures.lines(rows, "forward+backward", column, figures.LEADING)
             title, subtitle = figures.finding(points, times, what), f"forward + backward {on_a_cpu(rows[0])}: {what}"
@@ -209,8 +204,6 @@ def draw(path: Path) -> None:
             end = "".join(f"out of memory at {figures.short_length(length)}" for length in failed.values())
             figures.name_lines(axis, points, end_of_dense=end)
         drawn.tight_layout(w_pad=1.5)
-        drawn.savefig(path, dpi=figures.DPI, facecolor="white")
-        plt.close(drawn)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

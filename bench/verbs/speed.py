@@ -23,7 +23,7 @@ from ..cases.attention import Case
 from ..cases.methods import METHODS, OUR_METHODS, OURS
 from ..measure import processes, timing
 from ..report import summary
-from ..report.progress import progress
+from ..report.progress import interruptible, progress
 from ..report.rows import ROOT, Table, stamp
 from ..report.text import table as text_table
 from .options import add_list, add_measured, chosen_cases, positive, seconds
@@ -116,7 +116,7 @@ class Failures:
         self._reasons: dict[Case, dict[str, str]] = {}
 
     def reasons(self, case: Case) -> dict[str, str]:
-        """By method, why it is not tried. Cases that differ in length and in the number of sequences and heads are of a kind."""
+        """By method, why it is not tried. Cases of a kind differ in length and in the number of sequences and heads."""
         return self._reasons.setdefault(case.resized(1, batch=1, heads=1, group=""), {})
 
     def remember(self, case: Case, rows: Iterable[dict[str, Any]]) -> None:
@@ -137,16 +137,14 @@ def run(options: argparse.Namespace) -> int:
     if options.device == "cpu":
         limit_memory(options.memory_limit)
     columns = (*COLUMNS, *timing.GPU_COLUMNS) if options.device == "cuda" else COLUMNS
-    table = Table(columns, stamp(options.device), options.csv, options.json)
+    table = Table(columns, stamp(options.device), options.csv)
     failures = Failures()
-    try:
+    with interruptible():
         for case in progress(chosen, str, work=lambda case: 1e8 + case.batch * case.heads * case.length**2):
             rows = measure(case, options, failures.reasons(case))
             failures.remember(case, rows)
             for row in rows:
                 table.add(row)
-    except KeyboardInterrupt:
-        print("interrupted; what has been measured is kept")
     print(summary.speed(table.rows))
     return 1 if any(row["status"].startswith(("wrong", "failed")) for row in table.rows) else 0
 
@@ -156,7 +154,7 @@ def default_directions(device: str) -> list[str]:
 
 
 def timers(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
-    """For compare: each case with its table and without, and what runs our operator once and returns milliseconds."""
+    """For compare: each case with its table and without, and a function that times our operator once, in milliseconds."""
     for case in chosen_cases(options, cases.default_groups(options.device)):
         inputs = case.inputs(options.device)
         for method in [name for name in OUR_METHODS if name in options.methods]:
@@ -167,13 +165,13 @@ def timers(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], dict
                 directions = options.directions or default_directions(options.device)
                 timed = [timing.Timed(OURS, direction, step=steps[direction]) for direction in directions]
                 timing.time_in_turn(timed, options.device, 0.0, 1, fewest=1)
-                return {each.direction: each.milliseconds[0] for each in timed}
+                return {one.direction: one.milliseconds[0] for one in timed}
 
             yield f"{case}{', no table' * (method != OURS)}", time_once
 
 
 def print_list(device: str) -> int:
-    """What there is to measure."""
+    """Print cases and methods."""
     for name, group in cases.GROUPS.items():
         print(f"{name}{' (default here)' * (name in cases.default_groups(device))}")
         print("".join(f"  {case}\n" for case in group))
@@ -184,7 +182,7 @@ def print_list(device: str) -> int:
 
 
 def new_lengths(count: int) -> list[int]:
-    """Lengths, no two the same as long as there are so many, in an order of no meaning."""
+    """Lengths in random order, which repeat only once all have occurred."""
     shuffled = list(range(SHORTEST, LONGEST + 1))
     random.Random(0).shuffle(shuffled)
     return [shuffled[number % len(shuffled)] for number in range(count)]
@@ -210,7 +208,7 @@ def measure_new_lengths(method: str, count: int) -> dict[str, Any]:
 
 
 def run_new_lengths(options: argparse.Namespace) -> int:
-    table = Table(NEW_LENGTHS_COLUMNS, stamp("cpu"), options.csv, options.json)
+    table = Table(NEW_LENGTHS_COLUMNS, stamp("cpu"), options.csv)
     chosen = [name for name in (*OUR_METHODS, "sdpa", "dense_bias") if name in options.methods]
     case = f"b1 h4 n{SHORTEST}-{LONGEST} d64 full fp32"
     for method in progress(chosen, str):

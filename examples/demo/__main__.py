@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bench.cases.methods import OURS
+from bench.cases.methods import METHODS, OURS
 from bench.measure import timing
 from bench.report import figures, summary
 from bench.report.rows import Table, stamp
@@ -76,9 +76,9 @@ def check(device: str, lengths: list[int]) -> list[str]:
     print(table(header, [row.cells() for row in rows]))
 
     methods = timing.prepare(make_case(lengths[0], "fp32"), COMPARED, [DIRECTION], device, {})
-    errors = ", ".join(f"{each.method} {each.found.get('error', float('nan')):.1e}" for each in methods)
+    errors = ", ".join(f"{timed.method} {timed.found.get('error', float('nan')):.1e}" for timed in methods)
     print(f"\nThe methods to be measured, at length {lengths[0]}: distance from float64, of the result's norm\n  {errors}")
-    wrong = [f"{each.method}: {each.found['status']}" for each in methods if not each.is_ok]
+    wrong = [f"{timed.method}: {timed.found['status']}" for timed in methods if not timed.is_ok]
     return [row.problem for row in rows if row.problem is not None] + wrong
 
 
@@ -97,9 +97,9 @@ def draw(rows: Sequence[dict[str, Any]], memory_limit: int, path: Path) -> None:
 
     def panels(alike: Sequence[dict[str, Any]], axes: Sequence[Any]) -> None:
         memory, milliseconds = axes
-        figures.draw_memory_panel(memory, alike, DIRECTION, None, "peak memory, lower is better")
+        figures.draw_memory_panel(memory, alike, DIRECTION, METHODS)
         title = figures.finding(figures.lines(alike, DIRECTION, "p50_ms", figures.LEADING), "as long", "Time")
-        times = figures.lines(alike, DIRECTION, "p50_ms")
+        times = figures.lines(alike, DIRECTION, "p50_ms", METHODS)
         figures.draw_panel(milliseconds, times, figures.STYLES, "time", title, "time, lower is better")
 
     what = f"Forward + backward. Memory: peak above the inputs, of {short_bytes(memory_limit)} at most."

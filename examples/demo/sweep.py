@@ -27,36 +27,15 @@ def make_case(length: int, dtype: str) -> Case:
     return Case(BATCH, HEADS, length, HEAD_DIM, dtype=dtype)
 
 
-def why_skip(last: tuple[int, dict[str, Any]] | None, length: int, memory_limit: int, seconds_left: float) -> str | None:
-    """Return why a point is not measured, predicted from the last length and row of its method; None if it is.
-
-    Time grows with the square of the length, and so does the memory of the baselines; for ours that overestimates it.
-    """
-    if seconds_left <= 0:
-        return "skipped: no time left"
-    if last is None:
-        return None
-    growth = (length / last[0]) ** 2
-    pass_seconds = growth * last[1]["p50_ms"] / 1e3
-    if growth * last[1]["peak_bytes"] > memory_limit:
-        pass_seconds /= 2  # it ends on the way
-    seconds = pass_seconds * (1 if pass_seconds > processes.LONG else 2)
-    if seconds > seconds_left:
-        return f"skipped: would take about {seconds:.0f} s, {seconds_left:.0f} s are left"
-    return None
-
-
 def sweep(lengths: Sequence[int], dtype: str, device: str, memory_limit: int, budget: float) -> Iterator[dict[str, Any]]:
     """Yield rows as they are measured, in about ``budget`` seconds: ours and the strongest methods first, short lengths first.
 
     What runs out of memory is not tried at longer lengths.
     """
     end = time.monotonic() + budget
-    last: dict[str, tuple[int, dict[str, Any]]] = {}
     failures = Failures()
     first = 1 + len(STRONG)
-    turns = (COMPARED[:first], COMPARED[first:])
-    points = [(length, method) for methods in turns for length in lengths for method in methods]
+    points = [(length, method) for methods in (COMPARED[:first], COMPARED[first:]) for length in lengths for method in methods]
     # The constant part of a point, its process and its repeats, takes about as long as the growing one does at 1024.
     skipped: dict[tuple[int, str], str] = {}
     for length, method in progress(
@@ -65,19 +44,16 @@ def sweep(lengths: Sequence[int], dtype: str, device: str, memory_limit: int, bu
         lambda point: 1024**2 + point[0] ** 2,
         lambda point: skipped.get(point, ""),
     ):
-        case = make_case(length, dtype)
+        case, seconds_left = make_case(length, dtype), end - time.monotonic()
         row = {"verb": "demo", **case.columns(), "method": method, "direction": DIRECTION}
         if method == OURS:
             row["config"] = configurations(case, DIRECTION, device)
-        seconds_left = end - time.monotonic()
-        not_tried = failures.reasons(case).get(method) or why_skip(last.get(method), length, memory_limit, seconds_left)
-        if not_tried is not None:
-            row["status"] = skipped[length, method] = not_tried
+        reason = failures.reasons(case).get(method) or ("skipped: no time left" if seconds_left <= 0 else "")
+        if reason:
+            row["status"] = skipped[length, method] = reason
         elif device == "cuda":
             row |= processes.measure(case, method, DIRECTION, device, SECONDS_PER_POINT)
         else:
             row |= processes.measure_in_own_process(case, method, DIRECTION, memory_limit, SECONDS_PER_POINT, seconds_left)
-        if row["status"] == "ok":
-            last[method] = (length, row)
         failures.remember(case, [row])
         yield row

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.gpu.__main__ import DEFAULT, why_not
+from bench.gpu.__main__ import PARTS, why_not
 from bench.gpu.stub import FAULT, NAME, NOTE
 from bench.report.rows import ROOT, read
 from tests.conftest import PATIENCE
@@ -40,13 +40,15 @@ def run(script: str, folder: Path, parts: str = "", **environment: str) -> subpr
 @pytest.mark.thorough
 def test_all_parts(tmp_path: Path) -> None:
     """Nothing raises, and nothing claims to be of a GPU."""
+    parts_run, left_out = 0, list[str]()
     for script in ("check", "measure"):
         done = run(script, tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert " 0 of " in f" {done.stdout.splitlines()[-1]}"
-    outcomes = [json.loads((tmp_path / "state" / f"part-{part}.json").read_text()) for part in DEFAULT]
-    assert all(outcome["is_done"] and outcome["failed"] == outcome["skipped"] == 0 for outcome in outcomes)
-    assert all(outcome["rows"] for outcome in outcomes if outcome["part"] != "sanitizer")
+        *_, (count, parts) = re.findall(r"(\d+) of (\d+) parts failed", done.stdout)
+        assert int(count) == 0 and "cut off" not in done.stdout
+        parts_run += int(parts)
+        left_out += re.findall(r"^(\w+): left out", done.stdout, re.MULTILINE)
+    assert parts_run == len(PARTS) and set(left_out) <= {"sanitizer"}
     rows = read(tmp_path / "measure" / "results.csv")
     assert {row["device"] for row in rows} == {NAME} and {row["verb"] for row in rows} == {"speed", "memory", "kernels"}
     assert {path.name for path in (tmp_path / "measure").iterdir()} == {

@@ -74,21 +74,6 @@ def test_what_runs_out_of_memory_is_not_tried_again(monkeypatch: pytest.MonkeyPa
     assert statuses == {8: "ok", 64: "ok", 128: "out of memory", 256: "not tried: out of memory at 128"}
 
 
-def test_interrupt_keeps_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C at the second point: the first is in the CSV file and in the figure."""
-    calls: list[str] = []
-
-    def interrupted(case: Case, method: str, *_: Any) -> dict[str, Any]:
-        if calls:
-            raise KeyboardInterrupt
-        calls.append(method)
-        return instead_of_a_process(case)
-
-    monkeypatch.setattr(processes, "measure_in_own_process", interrupted)
-    demo.main(["--device", "cpu", "--max-length", "16", "--out", str(tmp_path)])
-    assert [row["method"] for row in read(tmp_path / "demo.csv")] == [OURS] and (tmp_path / "demo.png").exists()
-
-
 def test_music_is_bach(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The first chord of BWV 253, A major over an eighth note, then another eighth; without music21 it says what to install."""
     music = tokens.chorales(1024)

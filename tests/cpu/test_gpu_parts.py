@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from bench.gpu import __main__ as gpu
 from bench.gpu import checks
 from bench.gpu import report as reports
 from bench.gpu.__main__ import SUMMARY_LINES, Run
-from bench.gpu.report import Outcome, State, kind
+from bench.gpu.report import DONE, FAILED, kind, wrong_kinds
 from bench.gpu.workers import Lost, spread
 from bench.measure import timing
 from tests.tolerance import assert_near
@@ -53,7 +52,7 @@ def test_workers() -> None:
     found = dict(spread(act, items, 1, time.monotonic() + 300, patience=30.0))
     assert list(found) == items and found["raise"] == Lost("ValueError: two lines")
     assert (found["crash"], found["hang"]) == (Lost("crashed: signal SIGSEGV"), Lost("no result after 30 s"))
-    processes = {item: each[1] for item, each in found.items() if not isinstance(each, Lost)}
+    processes = {item: result[1] for item, result in found.items() if not isinstance(result, Lost)}
     assert processes["one"] == processes["two"] and processes["three"] == processes["break"]
     assert len({processes[item] for item in ("two", "three", "four")}) == 3
     assert list(spread(act, ["hang", "one"], 1, time.monotonic() + 3)) == []
@@ -61,10 +60,10 @@ def test_workers() -> None:
 
 @pytest.fixture
 def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
-    """Of a run on a GPU that nobody asks anything."""
+    """Options of a run whose report asks no GPU."""
     monkeypatch.setattr(reports, "stamp", lambda _: {})
     (tmp_path / "environment.json").write_text("{}")
-    return gpu.parse(["--results", str(tmp_path), "--state", str(tmp_path / "state"), "--seconds", "60", "--jobs", "1"])
+    return gpu.parse(["--results", str(tmp_path), "--state", str(tmp_path), "--seconds", "60", "--jobs", "1"])
 
 
 @pytest.mark.thorough
@@ -74,62 +73,40 @@ def test_parts_are_judged_one_by_one(
     """A crash, a hang, and a part that had no time: the others go on, and each is listed; at most thirty lines in the end."""
     monkeypatch.setattr(gpu, "GRACE", 0.0)
     run = Run(options)
-    fine: dict[str, Any] = {"rows": 3, "is_done": True}
-    parts: dict[str, tuple[Outcome, str, str]] = {
-        "good": (Outcome("good", **fine), "pass", "ok"),
-        "wrong": (Outcome("wrong", **fine, failed=1, errors=["case=one status=FAILED"] * 40), "pass", "FAILED, 1 of 3"),
-        "crash": (Outcome("crash", rows=2), "os.kill(os.getpid(), signal.SIGSEGV)", "crashed: signal SIGSEGV"),
-        "quits": (Outcome("quits", rows=2), "pass", "crashed: exit status 0"),  # without having come to its end
-        "hang": (Outcome("hang", rows=2), "time.sleep(600)", "cut off after"),
-        "slow": (Outcome("slow", **fine, skipped=4), "pass", "cut off after"),
-        "nothing": (Outcome("nothing", is_done=True, note="there is no pytest"), "pass", "left out"),
+    result = f'{DONE}[3, 0, "fine"]'
+    done, wrong = f"print({result!r}, flush=True)", f"print({FAILED!r}, flush=True)"
+    parts = {
+        "good": (done, "ok"),
+        "wrong": (f"[{wrong} for _ in range(40)]; {done}", "FAILED, 40 rows"),
+        "crash": ("os.kill(os.getpid(), signal.SIGSEGV)", "crashed: signal SIGSEGV"),
+        "quits": ("pass", "crashed: exit status 0"),  # without having come to its end
+        "fails": (f"{done}; sys.exit(3)", "crashed: exit status 3"),
+        "hang": ("time.sleep(600)", "cut off after"),
+        "slow": (done.replace("[3, 0", "[3, 4"), "cut off after"),
+        "nothing": (done.replace("[3, 0", "[0, 0"), "left out"),
     }
     statuses = []
-    for part, (outcome, then, _) in parts.items():
-        does = f"open({str(run.state.outcome_path(part))!r}, 'w').write({json.dumps(asdict(outcome))!r}); {then}"
-        command = [sys.executable, "-c", f"import os, signal, time\n{does}"]
+    for part, (does, _) in parts.items():
+        command = [sys.executable, "-c", f"import os, signal, sys, time; {does}"]
         monkeypatch.setattr(gpu, "part_command", lambda *_, command=command: command)
         run.run(part, 4.0)
         statuses.append(run.status())
     run.run("late", 0.5)
-    for outcome, (*_, status) in zip(run.outcomes, parts.values(), strict=False):
+    for outcome, (_, status) in zip(run.outcomes, parts.values(), strict=False):
         assert outcome.status.startswith(status), outcome
     assert statuses[0] == 0 and set(statuses[1:]) == {1}
-    run.outcomes = [each for each in run.outcomes if not each.has_failed]
+    run.outcomes = [outcome for outcome in run.outcomes if not outcome.has_failed]
     assert len(run.outcomes) == 5 and run.status() == 3
     assert len(run.summary().splitlines()) <= SUMMARY_LINES
     assert capsys.readouterr().out == (options.results / "log.txt").read_text()
 
 
-def lacking_memory(check: checks.Check) -> list[dict[str, Any]]:
-    """A row, in a worker; the call with two heads finds no memory at first."""
-    tried = Path(os.environ["RELATTN_TRIED"])
-    if check.case.heads == 2 and not tried.exists():
-        tried.touch()
-        return [{"case": str(check), "status": "failed", "message": "OutOfMemoryError: CUDA out of memory"}]
-    return [{"case": str(check), "status": "ok", "message": ""}]
-
-
-def test_calls_that_lack_memory_run_again_alone(
-    options: argparse.Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Beside others a call may find no memory, which says nothing of its results."""
-    monkeypatch.setenv("RELATTN_TRIED", str(tmp_path / "tried"))
-    monkeypatch.setattr(checks.Check, "run", lacking_memory)
-    options.jobs = 2
-    report = reports.Report(options, "correctness")
-    every = [checks.Check(Case(1, heads, 20, 16)) for heads in (1, 2, 3)]
-    checks.check_all(every, options, report, time.monotonic() + 60)
-    assert sorted((row["case"], row["status"]) for row in report.checks.rows) == [(str(check), "ok") for check in every]
-    assert report.outcome.note == "3 of 3 calls; 1 of them alone" and not report.outcome.failed
-
-
-def test_what_a_check_found_to_be_wrong_is_not_timed(options: argparse.Namespace) -> None:
+def test_what_a_check_found_to_be_wrong_is_not_timed(options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of its kind, whatever their length, and no others."""
-    report, case = reports.Report(options, "correctness"), Case(4, 32, 4096, 64)
-    failed = {"case": "", "status": "FAILED", "message": "d_key"}
-    checks.add_rows(next(checks.stand_ins(case)), [failed], report)
-    wrong = State(options.state).wrong_kinds()
+    monkeypatch.setattr(checks.Check, "run", lambda *_: [{"case": "", "status": "FAILED", "message": "d_key"}])
+    case, options.jobs = Case(4, 32, 4096, 64), 0
+    checks.check_all([next(checks.stand_ins(case))], options, reports.Report(options, "correctness"), time.monotonic() + 60)
+    wrong = wrong_kinds(options.state) or set()
     assert kind(replace(case, batch=1, length=16384)) in wrong
     for other in (case.without_table(), replace(case, is_causal=True), replace(case, rows=129), replace(case, head_dim=128)):
         assert kind(other) not in wrong
@@ -162,4 +139,4 @@ def test_a_call_that_did_not_run_again_did_not_repeat(options: argparse.Namespac
     options.most = 3
     checks.repeats(options, report, 0.0)
     assert [row["status"] for row in report.checks.rows] == ["ok", "not run", "FAILED"]
-    assert (report.outcome.rows, report.outcome.failed, report.outcome.skipped) == (2, 1, 1)
+    assert (report.rows, report.skipped) == (2, 1)

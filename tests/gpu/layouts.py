@@ -26,7 +26,7 @@ LARGEST_DISTANCE |= {dtype: tolerance_of(dtype) for dtype in (torch.bfloat16, to
 """Relative, in norm, between a packed call and its sequences in float64; in float32 gradients cancel to a tenth."""
 
 
-def of_each(inputs: Inputs, change: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
+def map_tensors(inputs: Inputs, change: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
     return Inputs(*(None if tensor is None else change(tensor) for tensor in inputs))  # type: ignore[arg-type]
 
 
@@ -48,12 +48,12 @@ def every_other(tensor: torch.Tensor) -> torch.Tensor:
 
 LAYOUTS: dict[str, Callable[[Inputs], Inputs]] = {
     "dense": lambda inputs: inputs,
-    "by length": lambda inputs: of_each(inputs, by_length),
+    "by length": lambda inputs: map_tensors(inputs, by_length),
     "strided": with_different_strides,
-    "every other": lambda inputs: of_each(inputs, every_other),
-    "unaligned": lambda inputs: of_each(inputs, after_one_element),
+    "every other": lambda inputs: map_tensors(inputs, every_other),
+    "unaligned": lambda inputs: map_tensors(inputs, after_one_element),
     "one unaligned": lambda inputs: inputs._replace(key=after_one_element(inputs.key)),
-    "from the middle": lambda inputs: of_each(inputs, lambda tensor: torch.cat([tensor, tensor])[tensor.shape[0] :]),
+    "from the middle": lambda inputs: map_tensors(inputs, lambda tensor: torch.cat([tensor, tensor])[tensor.shape[0] :]),
 }
 
 
@@ -81,14 +81,14 @@ def check_packed(seed: int, limits: Limits, device: str) -> None:
     def attend(*tensors: Any, **options: Any) -> Any:
         return fused_relative_attention_varlen(*tensors, **options, return_lse=True, implementation="triton")
 
-    results = forward_backward(attend, of_each(inputs, lambda tensor: tensor.to(device)), **on_device)
+    results = forward_backward(attend, map_tensors(inputs, lambda tensor: tensor.to(device)), **on_device)
     assert set(results) == set(expected)
     for name, result in results.items():
         ours, exact = result.double().cpu(), expected[name]
-        seen = exact.isfinite()
-        assert torch.equal(ours[~seen], exact[~seen]), name
-        if not seen.any():  # all sequences are empty
+        is_finite = exact.isfinite()
+        assert torch.equal(ours[~is_finite], exact[~is_finite]), name
+        if not is_finite.any():  # all sequences are empty
             continue
-        apart = float((ours[seen] - exact[seen]).norm())
-        scale = max(float(exact[seen].norm()), 0.05 * exact[seen].numel() ** 0.5)
-        within(name, apart, LARGEST_DISTANCE[result.dtype] * scale)
+        distance = float((ours[is_finite] - exact[is_finite]).norm())
+        scale = max(float(exact[is_finite].norm()), 0.05 * exact[is_finite].numel() ** 0.5)
+        within(name, distance, LARGEST_DISTANCE[result.dtype] * scale)

@@ -1,4 +1,4 @@
-"""The kernels on a GPU: what the interpreter cannot tell, bfloat16 and what runs at the same time."""
+"""The kernels on a GPU: what the interpreter cannot tell, bfloat16, aligned loads, and what runs at the same time."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.draws import compiled, drawn
+from tests.gpu.layouts import LAYOUTS, POSITIONS, check_layout, check_packed
 from tests.interpreter.launch import check_every_term
 from tests.tolerance import assert_gradients_close_fp32, assert_near
 from triton_relattn import RelativePositions, decomposed_relative_attention, fused_relative_attention
@@ -29,6 +30,20 @@ def test_drawn_calls(seed: int, dtype: torch.dtype) -> None:
     check_every_term(inputs.to(dtype, DEVICE), None, **arguments)
 
 
+@pytest.mark.parametrize(("dtype", "width"), [*((torch.bfloat16, width) for width in (40, 64, 72)), (torch.float32, 40)], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout: str, width: int, dtype: torch.dtype) -> None:
+    """Tensors as they come: strided, unaligned, and of odd widths."""
+    for outside in POSITIONS:
+        check_layout(layout, width, outside, dtype, DEVICE)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("seed", range(8))
+def test_packed(seed: int, dtype: torch.dtype) -> None:
+    check_packed(seed, compiled(dtype)._replace(widths=(40, 64, 72)), DEVICE)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("grid", [(14, 14), (64, 64), (5, 70)])
 @pytest.mark.parametrize("prefix", [0, 1])
@@ -36,21 +51,21 @@ def test_grid(grid: tuple[int, int], prefix: int, dtype: torch.dtype) -> None:
     """out and all gradients of attention on a grid, which repeat bit for bit."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, 3, prefix + grid[0] * grid[1], 64)] * 4 + [(2 * side - 1, 64) for side in grid]
-    d_out, *given = (torch.randn(shape, generator=generator).to(dtype).to(DEVICE) for shape in shapes)
+    d_out, *tensors = (torch.randn(shape, generator=generator).to(dtype).to(DEVICE) for shape in shapes)
 
     def results(implementation: str, dtype: torch.dtype) -> list[torch.Tensor]:
-        query, key, value, *tables = leaves = [each.to(dtype).requires_grad_() for each in given]
+        query, key, value, *tables = leaves = [tensor.to(dtype).requires_grad_() for tensor in tensors]
         out = decomposed_relative_attention(query, key, value, tables[0], tables[1], grid, implementation=implementation)
         return [out.detach(), *torch.autograd.grad(out, leaves, d_out.to(dtype))]
 
     golden, plain = results("reference", torch.float64), results("reference", dtype)
     ours, again = results("triton", dtype), results("triton", dtype)
-    for number, each in enumerate(zip(ours, golden, plain, strict=True)):
+    for number, triple in enumerate(zip(ours, golden, plain, strict=True)):
         if dtype == torch.float32 and number > 0:
-            assert_gradients_close_fp32(f"gradient {number}", each[0], each[1], golden[1:])
+            assert_gradients_close_fp32(f"gradient {number}", ours[number], golden[number], golden[1:])
         else:
             factor = 3 if number else 4 if dtype == torch.float32 else 2
-            assert_within_budget(f"result {number}", *each, factor=factor, exact_reference=True)
+            assert_within_budget(f"result {number}", *triple, factor=factor, exact_reference=True)
     names = ("out", "query", "key", "value", "rel_h", "rel_w")
     assert [name for name, *both in zip(names, ours, again, strict=True) if not torch.equal(*both)] == []
 

@@ -1,4 +1,4 @@
-"""The checks of tests/gpu/test_layouts.py, which need a GPU there, in the interpreter."""
+"""The checks of tests/gpu/test_kernels.py, which need a GPU there, in the interpreter."""
 
 from __future__ import annotations
 
