@@ -48,7 +48,11 @@ class Precision(NamedTuple):
 
 
 def precision_of(implementation: str | None, dtype: torch.dtype, rounds_terms: bool = False) -> Precision:
+    """The errors of an implementation; "tf32": of "triton" in TF32, whose operands are cut to the 11 digits of float16. The
+    inputs have no more (see Sample.in_half), so that only probabilities and dS lose some."""
     sums = UNITS * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    if implementation == "tf32":
+        return Precision(sums, torch.finfo(torch.float16).eps, out=torch.finfo(torch.float32).eps)
     if implementation != "triton":
         return Precision(sums)
     info = torch.finfo(dtype)
@@ -358,8 +362,11 @@ def dtype_of(name: str, call: dict[str, Any]) -> torch.dtype:
     return query if name == "out" else call[name.removeprefix("d_")].dtype  # type: ignore[no-any-return]
 
 
-def assert_within(name: str, actual: Tensor, golden: Tensor, budget: Tensor) -> None:
-    """Each element is off by no more than its budget and the rounding to its dtype; what is beyond the dtype may be anything."""
+def assert_within(name: str, actual: Tensor, golden: Tensor, budget: Tensor) -> float:
+    """Each element is off by no more than its budget and the rounding to its dtype; what is beyond the dtype may be anything.
+
+    Returns the largest error / allowance.
+    """
     info = torch.finfo(actual.dtype)
     assert actual.shape == golden.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(golden.shape)}"
     assert not budget.isnan().any(), f"{name}: the budget is NaN"
@@ -378,4 +385,4 @@ def assert_within(name: str, actual: Tensor, golden: Tensor, budget: Tensor) -> 
             f"got {actual[where].item():.9g}, expected {exact:.9g} to within {budget[where].item():.3g}"
         )
 
-    within(name, (result - golden).abs()[representable], budget[representable], message)
+    return within(name, (result - golden).abs()[representable], budget[representable], message)
