@@ -33,14 +33,15 @@ INTERPRETED = {"TRITON_INTERPRET": "1"}
 AREAS = {
     "": "operator/test_draws cpu/test_validation operator/test_edges operator/test_parts cpu/test_blockwise cpu/test_torch",
     "__main__": "interpreter/test_check",
-    "_blockwise": "operator/test_draws operator/test_edges operator/test_parts cpu/test_blockwise cpu/test_products cpu/test_grids",
+    "_blockwise": "operator/test_draws operator/test_edges operator/test_parts cpu/test_blockwise cpu/test_products",
+    "_blockwise/grids": "cpu/test_grids",
     "_core/hints": "cpu/test_validation",
     "_core/grids": "cpu/test_grids",
     "_core/names": "cpu/test_validation",
     "_distributed": "cpu/test_distributed",
     "_implementations": "cpu/test_validation operator/test_draws operator/test_edges cpu/test_blockwise",
-    "_jagged": "cpu/test_torch",
-    "_operators": "cpu/test_torch operator/test_draws operator/test_parts cpu/test_grids",
+    "_jagged": "cpu/test_jagged",
+    "_operators": "cpu/test_torch cpu/test_compile operator/test_draws operator/test_parts",
     "check": "interpreter/test_check",
     "distributed": "cpu/test_distributed",
     "grids": "cpu/test_grids cpu/test_torch",
@@ -63,7 +64,7 @@ AREAS = {
     "tables": "cpu/test_nn cpu/test_tables",
     "testing": "cpu/test_testing",
 }
-"""The tests of parts of the package, the best detectors first, in one process; the longest name that the fault's file begins with counts."""
+"""The tests of parts of the package, best detectors first, in one process; the longest name that the file begins with counts."""
 
 
 def area_tests(file: str) -> str:
