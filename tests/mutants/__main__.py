@@ -35,7 +35,7 @@ AREAS = {
     "__main__": "interpreter/test_check",
     "_blockwise": "operator/test_draws operator/test_edges operator/test_parts cpu/test_blockwise cpu/test_products",
     "_blockwise/grids": "cpu/test_grids",
-    "_core/hints": "cpu/test_validation",
+    "_core/hints": "cpu/test_validation cpu/test_warnings",
     "_core/grids": "cpu/test_grids",
     "_core/names": "cpu/test_validation",
     "_distributed": "cpu/test_distributed",
