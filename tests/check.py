@@ -33,10 +33,10 @@ from tests.expected import (
     Expected,
     Pairs,
     assert_within,
-    dtype_of,
     exact_results,
     expected,
     kept,
+    result_dtype,
     unlucky,
 )
 from tests.samples import Sample
@@ -56,7 +56,7 @@ class Way:
 
     @property
     def arithmetic(self) -> str:
-        """What decides about budgets: see precision_of in tests/expected.py."""
+        """What decides about budgets: see arithmetic_precision in tests/expected.py."""
         return "triton" if self.implementation == "triton" else ""
 
     @contextmanager
@@ -109,7 +109,7 @@ class Way:
         call = {**inputs._asdict(), **arguments, "implementation": self.implementation}
         golden = expected(call, inputs.d_out, inputs.d_lse, kept(inputs, **arguments))
         for name, result in results.items():
-            assert result.dtype == dtype_of(name, call), f"{name}: {result.dtype}"
+            assert result.dtype == result_dtype(name, call), f"{name}: {result.dtype}"
             assert_within(name, result, *golden[name])
 
 
@@ -207,7 +207,7 @@ def memory(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())  # type: ignore[call-overload]
 
 
-def function_of(sample: Sample) -> Callable[..., Any]:
+def public_function(sample: Sample) -> Callable[..., Any]:
     return fused_relative_attention if sample.sequences is None else fused_relative_attention_varlen
 
 
@@ -243,7 +243,7 @@ def run(sample: Sample, call: dict[str, Any]) -> Results:
             leaves.setdefault(id(call[name]), call[name].detach().requires_grad_(name in sample.requires_grad))
     given = {name: leaves.get(id(value), value) if name in INPUTS else value for name, value in call.items()}
     torch.manual_seed(sample.seed)
-    outs = function_of(sample)(**given)
+    outs = public_function(sample)(**given)
     outs = outs if isinstance(outs, tuple) else (outs,)
     results: Results = dict(zip(("out", "lse"), outs, strict=False))
     differentiable = sample.mode == "grad" and any(leaf.requires_grad for leaf in leaves.values())
@@ -312,7 +312,7 @@ def check(sample: Sample, way: Way) -> dict[str, float]:
             assert (result is not None) == wanted, f"{name}: {'missing' if wanted else 'not asked for'}"
         if result is None:
             continue
-        dtype = dtype_of(name, call)
+        dtype = result_dtype(name, call)
         assert result.dtype == dtype, f"{name}: {result.dtype}, expected {dtype}"
         assert other is not None and torch.equal(result, other), f"{name}: not the same in a second run"
         ratios[name] = assert_within(name, result, *golden[name])
@@ -332,7 +332,7 @@ def check_refused(sample: Sample, way: Way, changes: dict[str, Any]) -> str | No
     with environment(sample, way):
         before = global_state()
         try:
-            function_of(sample)(**call)
+            public_function(sample)(**call)
         except DOCUMENTED as error:
             assert str(error), f"{type(error).__name__} says nothing"
             assert torch.equal(torch.get_rng_state(), seeded), "refused, but torch's generator moved"

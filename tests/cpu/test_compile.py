@@ -14,7 +14,7 @@ import torch
 import torch._dynamo.testing
 from torch import nn
 
-from tests.check import attend, attend_varlen, function_of
+from tests.check import attend, attend_varlen, public_function
 from tests.conftest import forget_warnings
 from tests.expected import INPUTS, TABLES
 from tests.samples import Sample, in_memory_order
@@ -46,7 +46,8 @@ def attend_out(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
 
 def four(*lengths: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
     """query, key, value and a table of 9 rows, which want gradients."""
-    inputs = make_inputs(2, 2, *(lengths or (10, 10)), 8, num_rows=9, dtype=dtype, seed=0)
+    num_queries, num_keys = lengths or (10, 10)
+    inputs = make_inputs(2, 2, num_queries, num_keys, 8, num_rows=9, dtype=dtype, seed=0)
     return [tensor.requires_grad_() for tensor in inputs[:4] if tensor is not None]
 
 
@@ -84,19 +85,17 @@ def sampled(sample: Sample) -> Layer:
     """The call of a sample, as a function of its tensors that have gradients."""
     call = sample.call()
     names = [name for name in INPUTS if name in call]
-    tensors, function = [call.pop(name).requires_grad_() for name in names], function_of(sample)
+    tensors, function = [call.pop(name).requires_grad_() for name in names], public_function(sample)
     return lambda *given: function(**dict(zip(names, given, strict=True)), **call, implementation="blockwise"), [tensors]
 
 
-def on_grid(query: torch.Tensor, *tables: torch.Tensor) -> Any:
-    return decomposed_relative_attention(query, query, query, *tables, grid=(4, 3), dropout_p=0.3)
+def on_grid(query: torch.Tensor, rel_pos_h: torch.Tensor, rel_pos_w: torch.Tensor) -> Any:
+    return decomposed_relative_attention(query, query, query, rel_pos_h, rel_pos_w, (4, 3), dropout_p=0.3)
 
 
-ALL = Sample(
-    **{"num_queries": 9, "num_keys": 13, "width": 8, "value_width": 5, "rel_width": 3, "dtype": "float64", "key_heads": 2},
-    **{"group": 2, "tables": TABLES, "positions": (-4, 4, "clamp"), "rel_scale": 0.3, "dropout_p": 0.3, "softcap": 4.0},
-    window_size=(5, 6),
-)
+SIZES: dict[str, Any] = {"num_queries": 9, "num_keys": 13, "width": 8, "value_width": 5, "rel_width": 3, "key_heads": 2}
+TERMS: dict[str, Any] = {"tables": TABLES, "positions": (-4, 4, "clamp"), "rel_scale": 0.3, "softcap": 4.0}
+ALL = Sample(**SIZES, **TERMS, dtype="float64", group=2, dropout_p=0.3, window_size=(5, 6))
 LAYERS: dict[str, Layer] = {
     "lengths": (
         partial(attend, positions=RelativePositions(-4, 4), is_causal=True, query_offset=2, implementation=None),

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.check import attend, attend_varlen, function_of
+from tests.check import attend, attend_varlen, public_function
 from tests.expected import INPUTS, TABLES
 from tests.samples import Sample
 from tests.tolerance import assert_same
@@ -94,7 +94,7 @@ def get_call(name: str) -> tuple[Callable[..., Any], dict[str, torch.Tensor], tu
     if name.startswith("grid"):
         leaves = grid_leaves()
         return attend_grid, leaves, (torch.randn(2, 3, 13, 6),), GRID | {"dropout_p": 0.3 if name == "grid_dropout" else 0.0}
-    (inputs, options), function = CASES[name].inputs(), function_of(CASES[name])
+    (inputs, options), function = CASES[name].inputs(), public_function(CASES[name])
     return (
         partial(function, return_lse=True, implementation="blockwise"),
         make_leaves(inputs),
@@ -246,11 +246,11 @@ def test_second_derivatives_under_torch_func(compiled: bool) -> None:
         run(TABLE)
 
 
-MANY, TABLES = (torch.stack([tensor, -tensor, 2 * tensor]) for tensor in (QUERY, TABLE))
+MANY, MANY_TABLES = (torch.stack([tensor, -tensor, 2 * tensor]) for tensor in (QUERY, TABLE))
 INTEGERS = torch.tensor([[10, 4], [7, 1], [0, 9]])
 VMAPPED: dict[str, tuple[Callable[..., torch.Tensor], list[torch.Tensor]]] = {
     "query": (lambda query: attend_out(query, KEY, VALUE, TABLE), [MANY]),
-    "query and table": (lambda query, table: attend_out(query, KEY, VALUE, table), [MANY, TABLES]),
+    "query and table": (lambda query, table: attend_out(query, KEY, VALUE, table), [MANY, MANY_TABLES]),
     "gradients per sample": (lambda q: torch.func.grad(lambda e: attend_out(q, KEY, VALUE, e).square().sum())(TABLE), [MANY]),
     "key_lengths": (lambda lengths: attend_out(QUERY, KEY, VALUE, TABLE, key_lengths=lengths), [INTEGERS]),
     "query_offset": (lambda offsets: attend_out(QUERY, KEY, VALUE, TABLE, query_offset=offsets), [INTEGERS]),
@@ -266,7 +266,7 @@ def test_vmap(name: str) -> None:
 
 
 def test_gradients_through_vmap() -> None:
-    function, tables = VMAPPED["query and table"][0], TABLES.clone().requires_grad_()
+    function, tables = VMAPPED["query and table"][0], MANY_TABLES.clone().requires_grad_()
     ways = torch.func.vmap(partial(function, QUERY))(tables), torch.stack([function(QUERY, table) for table in tables])
     assert_same("table", *(gradients(out.square().sum(), [tables])[0] for out in ways))
     with pytest.raises(ValueError, match="size 0"):

@@ -331,10 +331,6 @@ LANES: dict[str, Callable[[int], int]] = {
     "shfl.sync.down.b32 %r10, %r1, 3, 31, -1": lambda lane: lane + 3 if lane < 29 else lane,
     # Whether the lane that is shuffled from is in range.
     "shfl.sync.down.b32 %r11|%p1, %r1, 3, 31, -1; selp.b32 %r10, 1, 0, %p1": lambda lane: lane < 29,
-    **{
-        f"mul.lo.u32 %r11, %r1, 0x9E3779B9; redux.sync.{opcode} %r10, %r11, -1": lambda lane, total=total: total
-        for opcode, total in REDUCTIONS.items()
-    },
     # The first eight lanes alone.
     "redux.sync.add.u32 %r11, %r1, 0xff; setp.lt.u32 %p1, %r1, 8; selp.b32 %r10, %r11, 0, %p1": lambda lane: 28 * (lane < 8),
     # A lane whose guard is false keeps what it had.
@@ -345,6 +341,8 @@ LANES: dict[str, Callable[[int], int]] = {
     "mov.u32 %r10, 0; mov.u32 %r11, 0; $L: add.u32 %r10, %r10, %r11; add.u32 %r11, %r11, 1; setp.lt.u32 %p1, %r11, 10;"
     "@%p1 bra $L": lambda lane: 45,
 }
+for opcode, total in REDUCTIONS.items():  # the same in all lanes
+    LANES[f"mul.lo.u32 %r11, %r1, 0x9E3779B9; redux.sync.{opcode} %r10, %r11, -1"] = ([total] * 32).__getitem__
 
 
 @pytest.mark.parametrize("instruction", LANES)
