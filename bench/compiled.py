@@ -31,8 +31,8 @@ from triton_relattn.kernels.introspect import (
     forward,
     grid_backward,
     grid_forward,
-    queries_apart,
-    rows_of_program,
+    program_rows,
+    query_step,
     selection,
     tuning,
 )
@@ -100,7 +100,7 @@ def own_tile(kernel: str, config: selection.TileConfig, dtype: torch.dtype = tor
     """How many queries by how many keys or rows of a table a program adds to its sums in a turn of its loop."""
     if kernel != "dtable":
         return config.block_m, config.block_n
-    return config.block_m, rows_of_program(config.block_n, queries_apart(8 * dtype.itemsize))
+    return config.block_m, program_rows(config.block_n, query_step(8 * dtype.itemsize))
 
 
 def compiled(

@@ -14,7 +14,8 @@ WIDTH = 80
 HEAD = """\
 # Map of the repository
 
-The first line of each module's docstring. `python docs/map.py` writes this page.
+The first paragraph of each module's docstring, which `python docs/map.py`
+collects.
 """
 
 

@@ -123,8 +123,15 @@ def test_the_long_description_has_no_relative_links() -> None:
 def test_make_targets_exist() -> None:
     """Every ``make target`` that a page names is in the Makefile, and ``make help`` tells of it."""
     helped = set(re.findall(r"^([a-z-]+):.*?## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = {name for page in PAGES for name in re.findall(r"(?:`|^ +)make ([a-z-]+)", page.read_text(), re.MULTILINE)}
+    named = {name for page in PAGES for name in re.findall(r"(?:`|^    )make ([a-z-]+)", page.read_text(), re.MULTILINE)}
     assert {"setup", "test", "docs"} <= named <= helped, named - helped
+
+
+def test_the_map_is_up_to_date() -> None:
+    """docs/map.py would write docs/map.md as it is."""
+    program = "import sys; sys.path.insert(0, 'docs'); import map; sys.stdout.write(map.text())"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert done.stdout == (ROOT / "docs" / "map.md").read_text(), "run python docs/map.py"
 
 
 @pytest.mark.thorough

@@ -186,7 +186,7 @@ def _check_tables(arguments: Arguments) -> int | None:
         if num_rows is None:
             first, num_rows = name, shape[-rank]
         elif shape[-rank] != num_rows:
-            raise ValueError(f"{name} must have as many rows R as {first}, {num_rows}, got {shape[-rank]}")
+            raise ValueError(f"{name} must have the same number of rows R as {first}, {num_rows}, got {shape[-rank]}")
     return num_rows
 
 

@@ -335,7 +335,6 @@ def functions(
 ) -> tuple[Callable[..., Report], Callable[[Any], dict[str, str]]]:
     """Return the functions enable and disable of a library, with their docstrings."""
 
-    @with_names
     def enable_module(module: Any, *, lengths: int | Sequence[int] = 4096, check_calls: bool = True) -> Report:
         return enable_in(module, lengths, check_calls, (package.rpartition(".")[2],), structures=False)
 
@@ -348,4 +347,4 @@ def functions(
     for name, function in (("enable", enable_module), ("disable", disable_module)):
         function.__name__ = function.__qualname__ = name
         function.__module__ = package
-    return enable_module, disable_module
+    return with_names(enable_module), disable_module

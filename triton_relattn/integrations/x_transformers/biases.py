@@ -1,4 +1,4 @@
-"""A bias by distance: the modules that have it, of which the stock ones make a tensor for all pairs of positions."""
+"""A bias by distance: the modules that have it, of which the stock ones form a tensor over all pairs of positions."""
 
 from __future__ import annotations
 
