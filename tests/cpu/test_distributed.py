@@ -119,10 +119,9 @@ SPREAD: tuple[tuple[int, str, str, Sequence[str]], ...] = (
     (3, "all_to_all", "contiguous", ("terms", "other_keys", "low_key_mask", "packed_causal")),
     (1, "all_to_all", "zigzag", ("terms", "packed")),
     (4, "gather", "contiguous", tuple(CASES)),
-    (2, "gather", "zigzag", ("terms", "window", "mask", "offsets", "dropout", "packed_causal")),
+    (3, "gather", "zigzag", ("terms", "window", "future", "mask", "offsets", "dropout", "packed_causal")),
 )
-"""What every run of the tests does. Full masks and numbers of heads that ranks do not divide are for gathered keys alone."""
-GATHERED = ((3, "gather", "zigzag", tuple(CASES)),)
+"""Full masks and numbers of heads that ranks do not divide are for gathered keys alone."""
 
 
 def differentiated(function: Callable[..., Any], tensors: Tensors, options: Options, seeds: Any) -> Tensors:
@@ -167,9 +166,9 @@ def in_one_process(name: str) -> Tensors:
     return differentiated(attend_packed if name.startswith("packed") else attend, *CASES[name], seeds)
 
 
-def check_spread(groups: dict[int, dist.ProcessGroup], spread: Any = SPREAD) -> None:
+def check_spread(groups: dict[int, dist.ProcessGroup]) -> None:
     """out, lse and all gradients of a rank's positions, of all cases."""
-    for ranks, method, layout, names in spread:
+    for ranks, method, layout, names in SPREAD:
         dist.barrier()  # which has more patience than the group
         rank = dist.get_rank()
         if rank >= ranks:
@@ -195,11 +194,6 @@ def check_spread(groups: dict[int, dist.ProcessGroup], spread: Any = SPREAD) -> 
             actual = differentiated(function, shards, local, lambda *_, d_results=d_results: d_results)
             for each, exact in expected.items():
                 close(actual[each], mine(each, exact), (name, method, layout, ranks, each))
-
-
-def check_gathered(groups: dict[int, dist.ProcessGroup]) -> None:
-    """Gathered keys, in all cases of a zigzag."""
-    check_spread(groups, GATHERED)
 
 
 def spread_over(mesh: Any, tensors: Tensors, kinds: dict[str, Any]) -> dict[str, Any]:
@@ -516,7 +510,7 @@ def check_rank_that_dies(groups: dict[int, dist.ProcessGroup]) -> None:
 
 
 QUICK = "spread dtensor dtensor_dropout dtensor_shared_keys modules uneven_modules rounding_of_tables refusals".split()
-THOROUGH = "training compile transforms gathered rank_that_dies".split()
+THOROUGH = "training compile transforms rank_that_dies".split()
 CHECKS = {name: globals()[f"check_{name}"] for name in (*QUICK, *THOROUGH)}
 
 
