@@ -33,10 +33,10 @@ from tests.expected import (
     Expected,
     Pairs,
     assert_within,
-    dtype_of,
     exact_results,
     expected,
     kept,
+    result_dtype,
     unlucky,
 )
 from tests.samples import Sample
@@ -46,13 +46,32 @@ from triton_relattn.testing import Inputs, dropout_mask, forward_backward
 
 @dataclass(frozen=True)
 class Way:
-    """A way to compute a call: an implementation, and whether it takes small blocks (tiles)."""
+    """A way to compute a call: an implementation, and whether it takes small blocks (tiles); see also tests/emulator/way.py."""
 
     implementation: str
     small: bool = False
 
     def __str__(self) -> str:
         return f"{self.implementation}_in_{'small' if self.small else 'default'}_blocks"
+
+    @property
+    def arithmetic(self) -> str:
+        """What decides about budgets: see arithmetic_precision in tests/expected.py."""
+        return "triton" if self.implementation == "triton" else ""
+
+    @contextmanager
+    def computing(self, sample: Sample) -> Iterator[None]:
+        """The interpreter, small tiles or small blocks: how the sample is computed within."""
+        with pytest.MonkeyPatch.context() as patch:
+            if self.implementation == "triton":
+                from tests.interpreter.conftest import change_interpreter
+
+                change_interpreter(patch)
+                if self.small or sample.round_terms:
+                    cut_tiles(patch, TILES[sample.blocks % len(TILES)] if self.small else None, sample.round_terms)
+            elif self.small:
+                cut_blocks(patch, *BLOCKS[sample.blocks % len(BLOCKS)])
+            yield
 
     @property
     def dtype(self) -> torch.dtype:
@@ -90,7 +109,7 @@ class Way:
         call = {**inputs._asdict(), **arguments, "implementation": self.implementation}
         golden = expected(call, inputs.d_out, inputs.d_lse, kept(inputs, **arguments))
         for name, result in results.items():
-            assert result.dtype == dtype_of(name, call), f"{name}: {result.dtype}"
+            assert result.dtype == result_dtype(name, call), f"{name}: {result.dtype}"
             assert_within(name, result, *golden[name])
 
 
@@ -150,18 +169,10 @@ def environment(sample: Sample, way: Way) -> Iterator[None]:
     """Blocks or tiles, default dtype and mode of the sample; memory that is not written to holds NaN."""
     default = torch.get_default_dtype()
     mode = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}[sample.mode]
-    with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"), mode():
+    with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"), mode(), way.computing(sample):
         poison_memory(patch)
         if sample.workspace is not None:
             patch.setenv("TRITON_RELATTN_WORKSPACE", str(sample.workspace))
-        if way.implementation == "triton":
-            from tests.interpreter.conftest import change_interpreter
-
-            change_interpreter(patch)
-            if way.small or sample.round_terms:
-                cut_tiles(patch, TILES[sample.blocks % len(TILES)] if way.small else None, sample.round_terms)
-        elif way.small:
-            cut_blocks(patch, *BLOCKS[sample.blocks % len(BLOCKS)])
         torch.set_default_dtype(getattr(torch, sample.default_dtype))
         try:
             yield
@@ -196,7 +207,7 @@ def memory(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())  # type: ignore[call-overload]
 
 
-def function_of(sample: Sample) -> Callable[..., Any]:
+def public_function(sample: Sample) -> Callable[..., Any]:
     return fused_relative_attention if sample.sequences is None else fused_relative_attention_varlen
 
 
@@ -232,7 +243,7 @@ def run(sample: Sample, call: dict[str, Any]) -> Results:
             leaves.setdefault(id(call[name]), call[name].detach().requires_grad_(name in sample.requires_grad))
     given = {name: leaves.get(id(value), value) if name in INPUTS else value for name, value in call.items()}
     torch.manual_seed(sample.seed)
-    outs = function_of(sample)(**given)
+    outs = public_function(sample)(**given)
     outs = outs if isinstance(outs, tuple) else (outs,)
     results: Results = dict(zip(("out", "lse"), outs, strict=False))
     differentiable = sample.mode == "grad" and any(leaf.requires_grad for leaf in leaves.values())
@@ -259,9 +270,9 @@ def cotangent(sample: Sample, result: str, dtype: torch.dtype) -> Tensor:
 
 
 @functools.lru_cache(maxsize=2)
-def right(sample: Sample, implementation: str) -> tuple[dict[str, Expected], Tensor]:
+def right(sample: Sample, arithmetic: str) -> tuple[dict[str, Expected], Tensor]:
     """What the call should give, and the state of torch's generator after it."""
-    call = {**sample.call(), "implementation": implementation}
+    call = {**sample.call(), "implementation": arithmetic}
     torch.manual_seed(sample.seed)
     keep = None
     if sample.dropout_p:
@@ -278,21 +289,22 @@ def right(sample: Sample, implementation: str) -> tuple[dict[str, Expected], Ten
     return results, state
 
 
-def check(sample: Sample, way: Way) -> None:
-    """The sample, computed in this way, is right. See the module."""
+def check(sample: Sample, way: Way) -> dict[str, float]:
+    """The sample, computed in this way, is right, see the module. Returns the largest error / budget of each result."""
     clean = {**sample.call(), "implementation": way.implementation}
     call = clean if way.implementation == "reference" else spoilt(sample, clean)
     stored = {name: memory(tensor).clone() for name, tensor in call.items() if isinstance(tensor, Tensor)}
-    golden, drawn = right(sample, "triton" if way.implementation == "triton" else "")
+    golden, drawn = right(sample, way.arithmetic)
     with environment(sample, way):
         before = global_state()
         results = run(sample, call)
         assert torch.equal(torch.get_rng_state(), drawn), "torch's generator is not where it should be"
         assert_same_state(before)
-        again = results if INTERPRETED else run(sample, call)  # the interpreter has no races
+        again = results if way.implementation == "triton" else run(sample, call)  # neither interpreter nor emulator vary
     for name, bytes_before in stored.items():
         assert torch.equal(memory(call[name]), bytes_before), f"{name} was written to"
 
+    ratios = {}
     for name, result in results.items():
         tensor, other = call.get(name.removeprefix("d_")), again[name]
         if tensor is not None:
@@ -300,10 +312,11 @@ def check(sample: Sample, way: Way) -> None:
             assert (result is not None) == wanted, f"{name}: {'missing' if wanted else 'not asked for'}"
         if result is None:
             continue
-        dtype = dtype_of(name, call)
+        dtype = result_dtype(name, call)
         assert result.dtype == dtype, f"{name}: {result.dtype}, expected {dtype}"
         assert other is not None and torch.equal(result, other), f"{name}: not the same in a second run"
-        assert_within(name, result, *golden[name])
+        ratios[name] = assert_within(name, result, *golden[name])
+    return ratios
 
 
 def check_refused(sample: Sample, way: Way, changes: dict[str, Any]) -> str | None:
@@ -319,7 +332,7 @@ def check_refused(sample: Sample, way: Way, changes: dict[str, Any]) -> str | No
     with environment(sample, way):
         before = global_state()
         try:
-            function_of(sample)(**call)
+            public_function(sample)(**call)
         except DOCUMENTED as error:
             assert str(error), f"{type(error).__name__} says nothing"
             assert torch.equal(torch.get_rng_state(), seeded), "refused, but torch's generator moved"

@@ -47,9 +47,16 @@ class Precision(NamedTuple):
     """Whether products with tables are rounded to float16, at scales at which it holds them; a bias is with rel_key's."""
 
 
-def precision_of(implementation: str | None, dtype: torch.dtype, rounds_terms: bool = False) -> Precision:
+def arithmetic_precision(arithmetic: str | None, dtype: torch.dtype, rounds_terms: bool = False) -> Precision:
+    """The errors of "triton", of "tf32" and of all others.
+
+    "tf32" is "triton" in TF32, whose operands are cut to the 11 digits of float16. The inputs have no more (see Sample.in_half),
+    so that only probabilities and dS lose some.
+    """
     sums = UNITS * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-    if implementation != "triton":
+    if arithmetic == "tf32":
+        return Precision(sums, torch.finfo(torch.float16).eps, out=torch.finfo(torch.float32).eps)
+    if arithmetic != "triton":
         return Precision(sums)
     info = torch.finfo(dtype)
     low = info.eps if info.bits < 32 else 0.0
@@ -114,7 +121,7 @@ class Pairs:
             self.visible = self.visible & shown
             self.added = self.added if mask.dtype == torch.bool else self.added + mask.double().masked_fill(~shown, 0)
 
-    def of(self, by_row: Tensor) -> Tensor:
+    def by_pair(self, by_row: Tensor) -> Tensor:
         """Of numbers by query and row, those of each pair."""
         return by_row.expand(*self.row.shape[:3], self.num_rows).gather(-1, self.row) * self.applies
 
@@ -124,11 +131,11 @@ class Pairs:
         key = inputs["key"].repeat_interleave(query.shape[1] // max(inputs["key"].shape[1], 1), 1)
         relative = bias = query.new_zeros(())
         if "rel_key" in inputs:
-            relative = self.of(inputs.get("rel_query", query) @ inputs["rel_key"].mT)
+            relative = self.by_pair(inputs.get("rel_query", query) @ inputs["rel_key"].mT)
         if "rel_p2c" in inputs:
             relative = relative + (inputs["rel_p2c"] @ key.mT).gather(-2, self.row) * self.applies
         if "rel_bias" in inputs:
-            bias = self.of(inputs["rel_bias"][..., None, :])
+            bias = self.by_pair(inputs["rel_bias"][..., None, :])
         return query @ key.mT, relative, bias
 
     def attend(self, inputs: dict[str, Tensor], weights: Tensor) -> Tensor:
@@ -151,7 +158,7 @@ def probabilities(logits: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
     return probs, lse.masked_fill(blind[..., 0], -math.inf)
 
 
-def scales_of(call: dict[str, Any]) -> tuple[float, float]:
+def logit_scales(call: dict[str, Any]) -> tuple[float, float]:
     scale = call["query"].shape[-1] ** -0.5 if call.get("scale") is None else call["scale"]
     return scale, scale if call.get("rel_scale") is None else call["rel_scale"]
 
@@ -168,7 +175,7 @@ def forward(call: dict[str, Any], keep: Tensor | None = None) -> tuple[Tensor, T
     """out and lse of a call whose tensors are float64; autograd through it gives the gradients."""
     batch = Batch(call)
     pairs, inputs = Pairs(call, batch), batch.inputs({name: call[name] for name in INPUTS if call.get(name) is not None})
-    (content, relative, bias), (scale, rel_scale), softcap = pairs.terms(inputs), scales_of(call), call.get("softcap")
+    (content, relative, bias), (scale, rel_scale), softcap = pairs.terms(inputs), logit_scales(call), call.get("softcap")
     logits = scale * content + rel_scale * relative + bias
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     probs, lse = probabilities(logits + pairs.added, pairs)
@@ -190,12 +197,12 @@ def budgets(call: dict[str, Any], d_out: Tensor, d_lse: Tensor, keep: Tensor | N
     pairs, sizes = Pairs({**call, **leaves}, batch), batch.inputs(leaves)
     d_out = batch.padded(d_out.double().abs(), "q")
     d_lse = batch.padded(d_lse.T, "q") if batch.index else d_lse
-    visible, (scale, rel_scale), softcap, unit = pairs.visible, scales_of(call), call.get("softcap"), precision.sums
+    visible, (scale, rel_scale), softcap, unit = pairs.visible, logit_scales(call), call.get("softcap"), precision.sums
 
-    (content, relative, bias), of_sizes = pairs.terms(signed), pairs.terms(sizes)
+    (content, relative, bias), size_terms = pairs.terms(signed), pairs.terms(sizes)
     with torch.no_grad():
         z = scale * content + rel_scale * relative + bias
-        content, relative, bias = of_sizes
+        content, relative, bias = size_terms
         z_error = unit * ((abs(scale) + SMALLEST_SCALE) * content + abs(rel_scale) * relative + bias)
         if precision.rounds_terms and SCALES_THAT_ROUND[0] <= abs(scale) <= SCALES_THAT_ROUND[1]:
             half = torch.finfo(torch.float16)
@@ -237,12 +244,14 @@ def budgets(call: dict[str, Any], d_out: Tensor, d_lse: Tensor, keep: Tensor | N
 
     # From here on all is linear: sums of products with the errors are gradients of sums of products.
     d_content = abs(scale) * d_scores_error + SMALLEST_SCALE * (d_scores + d_scores_error)
-    of_tiniest, (content, relative, bias) = max(abs(scale), abs(rel_scale)) * tiniest, of_sizes
-    of_scores = (
-        (d_content + of_tiniest) * content + (abs(rel_scale) * d_scores_error + of_tiniest) * relative + d_scores_error * bias
+    tiniest_score, (content, relative, bias) = max(abs(scale), abs(rel_scale)) * tiniest, size_terms
+    from_scores = (
+        (d_content + tiniest_score) * content
+        + (abs(rel_scale) * d_scores_error + tiniest_score) * relative
+        + d_scores_error * bias
     )
-    of_values = pairs.attend(sizes, operand_error) * d_out
-    found = torch.autograd.grad(of_scores.sum() + of_values.sum(), list(leaves.values()), materialize_grads=True)
+    from_values = pairs.attend(sizes, operand_error) * d_out
+    found = torch.autograd.grad(from_scores.sum() + from_values.sum(), list(leaves.values()), materialize_grads=True)
     results = {"out": batch.packed(out_error, "q"), "lse": batch.packed(lse_error, "q").T if batch.index else lse_error}
     return results | {f"d_{name}": budget for name, budget in zip(leaves, found, strict=True)}
 
@@ -345,12 +354,12 @@ def expected(
     cotangents = [d_out.double(), d_lse.double()]
     gradients = torch.autograd.grad([out, lse], list(leaves.values()), cotangents, materialize_grads=True)
     golden = {"out": out.detach(), "lse": lse.detach(), **dict(zip((f"d_{name}" for name in leaves), gradients, strict=True))}
-    precision = precision_of(call.get("implementation"), call["query"].dtype, rounds_terms)
+    precision = arithmetic_precision(call.get("implementation"), call["query"].dtype, rounds_terms)
     allowed = budgets(call, d_out, d_lse.double(), keep, precision)
     return {name: Expected(result, allowed[name].detach()) for name, result in golden.items()}
 
 
-def dtype_of(name: str, call: dict[str, Any]) -> torch.dtype:
+def result_dtype(name: str, call: dict[str, Any]) -> torch.dtype:
     """The dtype of a result: out has that of query, lse at least float32, a gradient that of its tensor."""
     query: torch.dtype = call["query"].dtype
     if name == "lse":
@@ -358,8 +367,11 @@ def dtype_of(name: str, call: dict[str, Any]) -> torch.dtype:
     return query if name == "out" else call[name.removeprefix("d_")].dtype  # type: ignore[no-any-return]
 
 
-def assert_within(name: str, actual: Tensor, golden: Tensor, budget: Tensor) -> None:
-    """Each element is off by no more than its budget and the rounding to its dtype; what is beyond the dtype may be anything."""
+def assert_within(name: str, actual: Tensor, golden: Tensor, budget: Tensor) -> float:
+    """Each element is off by no more than its budget and the rounding to its dtype; what is beyond the dtype may be anything.
+
+    Returns the largest error / allowance.
+    """
     info = torch.finfo(actual.dtype)
     assert actual.shape == golden.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(golden.shape)}"
     assert not budget.isnan().any(), f"{name}: the budget is NaN"
@@ -378,4 +390,4 @@ def assert_within(name: str, actual: Tensor, golden: Tensor, budget: Tensor) -> 
             f"got {actual[where].item():.9g}, expected {exact:.9g} to within {budget[where].item():.3g}"
         )
 
-    within(name, (result - golden).abs()[representable], budget[representable], message)
+    return within(name, (result - golden).abs()[representable], budget[representable], message)

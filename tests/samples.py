@@ -96,12 +96,16 @@ class Sample:
     softcap: float | None = None
     return_lse: bool = True
     sharp: bool = False
+    in_half: bool = False
+    """Numbers are rounded to float16 first, so that products in TF32 lose no digits of them."""
     requires_grad: tuple[str, ...] = INPUTS
     """The tensors whose gradients are asked for, if the call has them."""
     cotangents: str = "both"
     """Which of the results the gradients come from: "both", "out" or "lse"."""
     strided: tuple[str, ...] = ()
     """Tensors with strides of their own, padding between, and perhaps dimensions of stride 0."""
+    in_order: bool = False
+    """Strided tensors have the usual order of dimensions and dense rows, which are an odd number of elements apart."""
     spoilt: str | None = None
     """Content ("nan" or "inf") of table rows that no pair has, and of keys and values that no query sees."""
     mode: str = "grad"
@@ -155,6 +159,8 @@ class Sample:
         """The tensor in memory of its own kind, if it is one of those that are strided."""
         if name not in self.strided:
             return tensor
+        if self.in_order:
+            return in_memory_order(tensor, *range(tensor.dim()))
         choose, shape, dims = random.Random(f"{self.seed} {name}"), tensor.shape, range(tensor.dim())
         for dim in choose.sample(dims, min(choose.choice((0, 0, 0, 1, 2)), len(dims))):
             tensor = tensor.narrow(dim, 0, min(1, shape[dim]))
@@ -174,6 +180,7 @@ class Sample:
             drawn = drawn * SHARP_FACTOR
         if self.sharp and name in ("value", "d_out"):
             drawn = drawn + SHARP_SHIFT
+        drawn = drawn.half() if self.in_half else drawn
         return self.laid_out(name, drawn.to(dtype or getattr(torch, self.dtype)))
 
     def attn_mask(self, is_meta: bool = False) -> Tensor:

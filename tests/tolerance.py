@@ -37,8 +37,8 @@ def within(
     error: torch.Tensor | float,
     allowance: torch.Tensor | float,
     message: Callable[[], str] | None = None,
-) -> None:
-    """Assert that an error is at most its allowance; tensors are compared element by element.
+) -> float:
+    """Assert that an error is at most its allowance, and return the largest ratio; tensors are compared element by element.
 
     Args:
         what: the name of what is compared.
@@ -53,6 +53,7 @@ def within(
         raise AssertionError(
             message() if message else f"{what}: off by {worst:.3e}, {ratio:.3g} times the allowance {allowed:.3e}"
         )
+    return ratio
 
 
 def farthest(what: str, error: torch.Tensor | float, allowance: torch.Tensor | float) -> tuple[float, float, float]:

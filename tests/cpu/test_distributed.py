@@ -48,7 +48,7 @@ Options = dict[str, Any]
 attend: Any = triton_relattn.fused_relative_attention
 attend_packed: Any = triton_relattn.fused_relative_attention_varlen
 on_grid: Any = triton_relattn.decomposed_relative_attention
-BY_POSITION = ("query", "key", "value", "rel_query")
+BY_POSITION, PER_HEAD = ("query", "key", "value", "rel_query"), ("rel_value", "rel_bias", "rel_p2c")
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -119,10 +119,9 @@ SPREAD: tuple[tuple[int, str, str, Sequence[str]], ...] = (
     (3, "all_to_all", "contiguous", ("terms", "other_keys", "low_key_mask", "packed_causal")),
     (1, "all_to_all", "zigzag", ("terms", "packed")),
     (4, "gather", "contiguous", tuple(CASES)),
-    (2, "gather", "zigzag", ("terms", "window", "mask", "offsets", "dropout", "packed_causal")),
+    (3, "gather", "zigzag", ("terms", "window", "future", "mask", "offsets", "dropout", "packed_causal")),
 )
-"""What every run of the tests does. Full masks and numbers of heads that ranks do not divide are for gathered keys alone."""
-GATHERED = ((3, "gather", "zigzag", tuple(CASES)),)
+"""Full masks and numbers of heads that ranks do not divide are for gathered keys alone."""
 
 
 def differentiated(function: Callable[..., Any], tensors: Tensors, options: Options, seeds: Any) -> Tensors:
@@ -167,9 +166,9 @@ def in_one_process(name: str) -> Tensors:
     return differentiated(attend_packed if name.startswith("packed") else attend, *CASES[name], seeds)
 
 
-def check_spread(groups: dict[int, dist.ProcessGroup], spread: Any = SPREAD) -> None:
+def check_spread(groups: dict[int, dist.ProcessGroup]) -> None:
     """out, lse and all gradients of a rank's positions, of all cases."""
-    for ranks, method, layout, names in spread:
+    for ranks, method, layout, names in SPREAD:
         dist.barrier()  # which has more patience than the group
         rank = dist.get_rank()
         if rank >= ranks:
@@ -197,36 +196,47 @@ def check_spread(groups: dict[int, dist.ProcessGroup], spread: Any = SPREAD) -> 
                 close(actual[each], mine(each, exact), (name, method, layout, ranks, each))
 
 
-def check_gathered(groups: dict[int, dist.ProcessGroup]) -> None:
-    """Gathered keys, in all cases of a zigzag."""
-    check_spread(groups, GATHERED)
-
-
 def spread_over(mesh: Any, tensors: Tensors, kinds: dict[str, Any]) -> dict[str, Any]:
     """DTensors; replicated unless said otherwise."""
     return {name: distribute_tensor(each, mesh, kinds.get(name, [Replicate()] * mesh.ndim)) for name, each in tensors.items()}
 
 
+def compare_on_mesh(
+    sizes: tuple[int, ...], placements: list[Any], tensors: Tensors, options: Options, call: Callable[..., Any] = attend
+) -> dict[str, Any]:
+    """out and all gradients are those of one process, which drops the same after the same seed. Returns the DTensors.
+
+    placements: of what has positions. Tables follow where they have heads, key_lengths where they have entries.
+    """
+    mesh, what = init_device_mesh("cpu", sizes), (sizes, placements, call)
+    by_head = [Shard(0) if placement == Shard(1) else Replicate() for placement in placements]
+    by_entry = [placement if placement == Shard(0) else Replicate() for placement in placements]
+    kinds = dict.fromkeys(BY_POSITION, placements) | dict.fromkeys(PER_HEAD, by_head)
+    spread, others = spread_over(mesh, tensors, kinds), dict(options)
+    if "key_lengths" in options:
+        others["key_lengths"] = distribute_tensor(options["key_lengths"], mesh, by_entry)
+    d_out = normal(*tensors["query"].shape[:3], WIDTH + 1, seed=4)
+    torch.manual_seed(7)
+    expected = out_and_grads(on_grid if call is on_grid else attend, tensors, d_out, **options)
+    torch.manual_seed(7)
+    found = out_and_grads(call, spread, distribute_tensor(d_out, mesh, placements), **others)
+    if Replicate() not in placements and placements != [Shard(0)]:  # DTensor gathers a batch of two that four ranks share
+        assert list(found[0].placements) == placements, "something is gathered on the way"
+    for name, result, exact in zip(("out", *tensors), found, expected, strict=True):
+        close(result.full_tensor(), exact, (*what, name))
+    return {**spread, **others}
+
+
 def check_dtensor(groups: dict[int, dist.ProcessGroup]) -> None:
-    """DTensors: positions over one dimension of the mesh, batch or heads over the other; the public function notices."""
-    mesh, tensors, lengths = init_device_mesh("cpu", (2, 2)), CASES["terms"][0], torch.tensor([17, 9])
-    d_out, options = normal(*tensors["query"].shape[:3], WIDTH + 1, seed=4), {"positions": SHORT, **CAUSAL}
-    expected = out_and_grads(attend, tensors, d_out, key_lengths=lengths, **options)
-    first, second = (Shard(0), Shard(1), Replicate(), Shard(0), Shard(1)), (Shard(2), Shard(2), Shard(2), Shard(1), Shard(1))
-    for kinds in map(list, zip(first, second, strict=True)):
-        per_head = [Shard(0) if each == Shard(1) else Replicate() for each in kinds]
-        placed = dict.fromkeys(BY_POSITION, kinds) | dict.fromkeys(("rel_value", "rel_bias", "rel_p2c"), per_head)
-        spread_lengths = distribute_tensor(lengths, mesh, [each if each == Shard(0) else Replicate() for each in kinds])
-        d_outs = distribute_tensor(d_out, mesh, kinds)
-        results = out_and_grads(attend, spread_over(mesh, tensors, placed), d_outs, key_lengths=spread_lengths, **options)
-        assert list(results[0].placements) == kinds, "nothing is gathered on the way"
-        for result, exact in zip(results, expected, strict=True):
-            close(result.full_tensor(), exact, kinds)
-    rows, packing = CASES["packed"]
+    """Positions over one dimension of the mesh, batch or heads over the other; the public function notices."""
+    options: Options = {"positions": SHORT, **CAUSAL, "key_lengths": torch.tensor([17, 9])}
+    for first, second in ((0, 2), (1, 2), (None, 2), (0, 1), (1, 1)):
+        compare_on_mesh((2, 2), [Replicate() if first is None else Shard(first), Shard(second)], CASES["terms"][0], options)
+    mesh, (rows, packing) = init_device_mesh("cpu", (2, 2)), CASES["packed"]
     by_rows = spread_over(mesh, rows, {name: [Replicate(), Shard(0)] for name in BY_POSITION})
     close(attend_packed(**by_rows, **packing).full_tensor(), attend_packed(**rows, **packing), "packed")
     with pytest.raises(ValueError, match="one dimension of the mesh may shard"):
-        both = distribute_tensor(tensors["query"], mesh, [Shard(2), Shard(2)])
+        both = distribute_tensor(rows["query"][None].transpose(1, 2), mesh, [Shard(2), Shard(2)])
         attend(both, both, both)
 
 
@@ -253,28 +263,15 @@ def check_dtensor_dropout(groups: dict[int, dist.ProcessGroup]) -> None:
         (all_to_all, tensors, options),
         (on_grid, grid_tensors, {"grid": (3, 4), "dropout_p": 0.4}),
     ):
-        d_out = normal(*leaves["query"].shape[:3], WIDTH + 1, seed=4)
-        torch.manual_seed(7)
-        expected = out_and_grads(on_grid if call is on_grid else attend, leaves, d_out, **others)
         for sizes, placements in DROPPING:
             if (call is on_grid and Shard(2) in placements) or (call is all_to_all and Shard(2) not in placements):
                 continue
-            mesh, what = init_device_mesh("cpu", sizes), (call, placements)
-            per_head = [Shard(0) if each == Shard(1) else Replicate() for each in placements]
-            kinds = dict.fromkeys(("rel_value", "rel_bias"), per_head) | dict.fromkeys(BY_POSITION, placements)
-            spread = spread_over(mesh, leaves, kinds)
-            torch.manual_seed(7)
-            results = out_and_grads(call, spread, distribute_tensor(d_out, mesh, placements), **others)
-            if len(sizes) == 2 and Replicate() not in placements:  # DTensor gathers a batch of two where four ranks share it
-                placed = [each.placements for each in results[: 4 if call is on_grid else 1]]
-                assert placed == [placements] * len(placed), "something is gathered on the way"
-            for result, exact in zip(results, expected, strict=True):
-                close(result.full_tensor(), exact, what)
+            spread = compare_on_mesh(sizes, list(placements), leaves, others, call)
             torch.manual_seed(dist.get_rank())
-            out = call(**spread, **others).full_tensor()
+            out = call(**spread).full_tensor()
             rank_0_out = out.clone()
             dist.broadcast(rank_0_out, 0)
-            assert torch.equal(out, rank_0_out), what
+            assert torch.equal(out, rank_0_out), (call, placements)
 
 
 SHARED = (
@@ -293,19 +290,10 @@ def check_dtensor_shared_keys(groups: dict[int, dist.ProcessGroup]) -> None:
     """Heads over one or two dimensions of a mesh, positions over another: each rank finds the keys that its heads share, where
     the ranks divide the heads of the key, and where they do not and these are gathered."""
     for sizes, dims, heads, key_heads in SHARED:
-        mesh = init_device_mesh("cpu", sizes)
         tensors = {**operands(9, 11, heads, key_heads), "rel_key": normal(7, WIDTH), "rel_bias": normal(heads, 7)}
         mask = hiding(1, heads if key_heads > 1 else 1, 9, 11, low=LOWEST, seed=heads)
         options: Options = {"enable_gqa": True, "positions": RelativePositions(-3, 3), "attn_mask": mask, "dropout_p": 0.3}
-        kinds = [Shard(1) if dim == "h" else Shard(2) for dim in dims]
-        placed = dict.fromkeys(BY_POSITION, kinds) | {"rel_bias": [Shard(0) if dim == "h" else Replicate() for dim in dims]}
-        d_out = normal(2, heads, 9, WIDTH + 1, seed=4)
-        torch.manual_seed(7)
-        expected = out_and_grads(attend, tensors, d_out, **options)
-        torch.manual_seed(7)
-        found = out_and_grads(attend, spread_over(mesh, tensors, placed), distribute_tensor(d_out, mesh, kinds), **options)
-        for name, result, exact in zip(("out", *tensors), found, expected, strict=True):
-            close(result.full_tensor(), exact, (sizes, dims, heads, key_heads, name))
+        compare_on_mesh(sizes, [Shard(1) if dim == "h" else Shard(2) for dim in dims], tensors, options)
     mesh = init_device_mesh("cpu", (2, 2))
     query, key = (distribute_tensor(normal(1, heads, 8, 4), mesh, [Shard(1), Shard(2)]) for heads in (9, 3))
     # Also the rank whose four heads two would divide.
@@ -522,7 +510,7 @@ def check_rank_that_dies(groups: dict[int, dist.ProcessGroup]) -> None:
 
 
 QUICK = "spread dtensor dtensor_dropout dtensor_shared_keys modules uneven_modules rounding_of_tables refusals".split()
-THOROUGH = "training compile transforms gathered rank_that_dies".split()
+THOROUGH = "training compile transforms rank_that_dies".split()
 CHECKS = {name: globals()[f"check_{name}"] for name in (*QUICK, *THOROUGH)}
 
 

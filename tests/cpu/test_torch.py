@@ -1,42 +1,33 @@
-"""At home in torch: operators, derivatives, torch.func, compilation, export, autocast, checkpointing, FLOPs, nested tensors."""
+"""At home in torch: operators, derivatives, torch.func, autocast, checkpointing, FLOPs; see also test_compile and test_jagged."""
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch._dynamo.testing
+import torch._dynamo
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.check import attend, attend_varlen
-from tests.conftest import forget_warnings
-from tests.expected import exact_results
-from tests.samples import in_memory_order, with_different_strides
-from tests.tolerance import assert_near, assert_same
-from triton_relattn import (
-    RelativePositions,
-    decomposed_relative_attention,
-    fused_relative_attention,
-    fused_relative_attention_varlen,
-)
-from triton_relattn.nn import RelativeMultiheadAttention
+from tests.check import attend, attend_varlen, public_function
+from tests.expected import INPUTS, TABLES
+from tests.samples import Sample
+from tests.tolerance import assert_same
+from triton_relattn import decomposed_relative_attention, fused_relative_attention
 from triton_relattn.testing import Inputs, make_inputs
 
 FORWARD = torch.ops.triton_relattn.attention_forward.default
-DIFFERENTIABLE = ("query", "key", "value", "rel_key", "rel_query", "rel_value", "rel_bias", "rel_p2c")
 Options = dict[str, Any]
-Compiled = torch._dynamo.testing.CompileCounterWithBackend
 
 
 @pytest.fixture(autouse=True)
@@ -58,41 +49,28 @@ def four(*lengths: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor
 
 
 def make_leaves(inputs: Inputs) -> dict[str, Any]:
-    tensors = {name: getattr(inputs, name) for name in DIFFERENTIABLE}
+    tensors = {name: getattr(inputs, name) for name in INPUTS}
     return {name: tensor.detach().requires_grad_() for name, tensor in tensors.items() if tensor is not None}
 
 
-def gradients(loss: torch.Tensor, leaves: Sequence[torch.Tensor] | nn.Module) -> tuple[torch.Tensor, ...]:
-    return torch.autograd.grad(loss, tuple(leaves.parameters() if isinstance(leaves, nn.Module) else leaves))
-
-
-def assert_gradients_near(ours: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> None:
-    """Some parameters' gradients cancel: they are as far off as the others' terms."""
-    largest = max(float(each.abs().max()) for each in exact)
-    for each, right in zip(ours, exact, strict=True):
-        assert_near("gradient", each, right, smallest=largest)
+def gradients(loss: torch.Tensor, leaves: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    return torch.autograd.grad(loss, tuple(leaves))
 
 
 ALL_TERMS: Options = {"rel_width": 3, "rel_value": True, "rel_bias": True, "rel_p2c": True}
-THREE = {name: torch.tensor([0, *ends]) for name, ends in (("cu_seqlens_q", (3, 3, 9)), ("cu_seqlens_k", (4, 5, 13)))}
-PACKING: Options = {**THREE, "max_seqlen_q": 6, "max_seqlen_k": 8, "query_offset": torch.tensor([1, 0, 2])}
-
-
-def case(*sizes: int, strided: bool = False, options: Options | None = None, **tables: Any) -> tuple[Inputs, Options]:
-    """Inputs of (B, H, Nq, Nk, D) = (2, 4, 9, 13, 8) but for what is given, and arguments of the public function."""
-    made = make_inputs(*(*sizes, *(2, 4, 9, 13, 8)[len(sizes) :]), **{"num_rows": 9, "dtype": torch.float32, "seed": 0, **tables})
-    return with_different_strides(made) if strided else made, options or {}
-
-
-CASES: dict[str, tuple[Inputs, Options]] = {
-    "odd": case(2, 4, 17, 23, dtype=torch.float64, options={"key_lengths": torch.tensor([23, 11]), "is_causal": True}),
-    "strided": case(strided=True, value_width=4, options={"key_lengths": torch.tensor([13, 0], dtype=torch.int32)}),
-    "bfloat16": case(dtype=torch.bfloat16, options={"query_offset": 1}),  # a causal call keeps probabilities that nobody writes
-    "all_terms": case(**ALL_TERMS, options={"rel_scale": 0.7, "softcap": 3.0, "window_size": (5, 6)}),
-    "all_strided": case(strided=True, **ALL_TERMS, per_head=True, value_width=4, options={"query_offset": torch.tensor([2, -1])}),
-    "value_table_alone": case(rel_key=False, rel_value=True, options={"dropout_p": 0.3}),
-    "mask": case(options={"attn_mask": torch.rand(4, 1, 13) < 0.7}),
-    "packed": case(1, **ALL_TERMS, key_heads=2, options={"enable_gqa": True, "dropout_p": 0.4, **PACKING}),
+BASE = Sample(
+    batch=2, key_heads=4, num_queries=9, num_keys=13, width=8, value_width=8, tables=TABLES[:1], positions=(-4, 4, "clamp")
+)
+ALL = replace(BASE, tables=TABLES, rel_width=3)
+CASES = {
+    "odd": replace(BASE, num_queries=17, num_keys=23, dtype="float64", key_lengths=(23, 11), is_causal=True),
+    "strided": replace(BASE, value_width=4, strided=INPUTS, key_lengths=(13, 0), integers="int32"),
+    "bfloat16": replace(BASE, dtype="bfloat16", query_offset=1),  # a causal call keeps probabilities that nobody writes
+    "all_terms": replace(ALL, rel_scale=0.7, softcap=3.0, window_size=(5, 6)),
+    "all_strided": replace(ALL, strided=INPUTS, per_head=TABLES, value_width=4, query_offset=(2, -1)),
+    "value_table_alone": replace(BASE, tables=("rel_value",), dropout_p=0.3),
+    "mask": replace(BASE, mask="bool", mask_shape=(4, 1, 13)),
+    "packed": replace(ALL, sequences=((3, 4), (0, 1), (6, 8)), key_heads=2, group=2, dropout_p=0.4, query_offset=(1, 0, 2)),
 }
 GRID: Options = {"grid": (4, 3), "implementation": "blockwise"}
 
@@ -116,12 +94,13 @@ def get_call(name: str) -> tuple[Callable[..., Any], dict[str, torch.Tensor], tu
     if name.startswith("grid"):
         leaves = grid_leaves()
         return attend_grid, leaves, (torch.randn(2, 3, 13, 6),), GRID | {"dropout_p": 0.3 if name == "grid_dropout" else 0.0}
-    inputs, options = CASES[name]
-    if "cu_seqlens_q" not in options:
-        return attend, make_leaves(inputs), (inputs.d_out, inputs.d_lse), options
-    moved = {name: getattr(inputs, name)[0].transpose(0, 1) for name in ("query", "key", "value", "rel_query", "d_out")}
-    inputs = inputs._replace(**moved)
-    return attend_varlen, make_leaves(inputs), (inputs.d_out, inputs.d_lse[0]), options
+    (inputs, options), function = CASES[name].inputs(), public_function(CASES[name])
+    return (
+        partial(function, return_lse=True, implementation="blockwise"),
+        make_leaves(inputs),
+        (inputs.d_out, inputs.d_lse),
+        options,
+    )
 
 
 class Recorded(TorchDispatchMode):
@@ -158,7 +137,7 @@ def test_operators_are_well_registered(name: str, wanted: str) -> None:
     (forward, forward_arguments), (backward, backward_arguments) = recorded.calls
     assert [str(operator).rsplit("_")[-1] for operator in (forward, backward)] == ["forward.default", "backward.default"]
     torch.library.opcheck(forward, forward_arguments)
-    differentiable = [argument.name in (*DIFFERENTIABLE, "rel_h", "rel_w") for argument in forward._schema.arguments]
+    differentiable = [argument.name in (*INPUTS, "rel_h", "rel_w") for argument in forward._schema.arguments]
     pairs = zip(forward_arguments, differentiable, strict=True)
     torch.library.opcheck(
         forward, tuple(value.requires_grad_() if isinstance(value, torch.Tensor) and has else value for value, has in pairs)
@@ -183,60 +162,6 @@ def test_gradients_are_those_of_differences() -> None:
         assert check(partial(run, "blockwise"), tensors)
         assert check(partial(run, "reference"), tensors, check_forward_ad=True)
         assert torch.autograd.gradgradcheck(partial(run, "reference"), tensors, fast_mode=True)
-
-
-@pytest.mark.parametrize("name", ["all_strided", "packed", "grid"])
-def test_only_some_inputs_require_gradients(name: str) -> None:
-    """A gradient has the same bits whichever others are wanted."""
-
-    def run(wanted: Sequence[str]) -> dict[str, torch.Tensor]:
-        function, leaves, d_results, options = get_call(name)
-        tensors = {each: leaf if each in wanted else leaf.detach() for each, leaf in leaves.items()}
-        torch.manual_seed(0)
-        pairs = zip(function(**tensors, **options), map(torch.ones_like, d_results), strict=True)
-        results, seeds = zip(*((result, seed) for result, seed in pairs if result.requires_grad), strict=True)
-        return dict(zip(wanted, torch.autograd.grad(results, [tensors[each] for each in wanted], seeds), strict=True))
-
-    names = tuple(get_call(name)[1])
-    expected = run(names)
-    for wanted in (*((each,) for each in names), names[:2], names[1::2], names[2:], names[:3], names[1:]):
-        for each, gradient in run(wanted).items():
-            assert torch.equal(gradient, expected[each]), (wanted, each)
-
-
-@pytest.mark.parametrize("used", ["out", "lse", "both"])
-def test_either_result_is_differentiated(used: str) -> None:
-    """The other one counts as a zero gradient; where no key is seen, nobody looks at the gradient of lse."""
-    inputs = with_different_strides(make_inputs(2, 3, 17, 19, 8, 5, num_rows=7, dtype=torch.float64, seed=0, **ALL_TERMS))
-    options: Options = {"key_lengths": torch.tensor([19, 0])}
-    leaves, d_lse = make_leaves(inputs), inputs.d_lse.clone()
-    d_lse[1] = torch.nan
-    out, lse = attend(**leaves, **options)
-    results, seeds = {"out": ([out], [inputs.d_out]), "lse": ([lse], [d_lse])}.get(used, ([out, lse], [inputs.d_out, d_lse]))
-    silent = {name: 0 * getattr(inputs, name) for name in ("d_out", "d_lse") if used not in (name[2:], "both")}
-    expected = exact_results(inputs._replace(**silent), **options)
-    for name, actual in zip(leaves, torch.autograd.grad(results, list(leaves.values()), seeds, allow_unused=True), strict=True):
-        if used == "lse" and name in ("value", "rel_value"):
-            assert actual is None or not actual.any()
-        else:
-            assert_same(name, actual, expected[f"d_{name}"])
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_results_without_a_graph(dtype: torch.dtype) -> None:
-    """The same with gradients off, in inference mode, and where nothing requires one; lse is never in 16 bits."""
-    tensors = [each.detach() for each in four(5, 7, dtype=dtype)]
-    for implementation in ("blockwise", "reference"):
-        out, lse = attend(*tensors, implementation=implementation)
-        assert (out.shape, out.dtype) == ((2, 2, 5, 8), dtype) and not out.requires_grad and not lse.requires_grad
-        assert (lse.shape, lse.dtype) == ((2, 2, 5), torch.float64 if dtype == torch.float64 else torch.float32)
-        assert torch.equal(attend_out(*tensors, implementation=implementation), out)
-    expected = attend(*tensors)
-    with torch.inference_mode():
-        assert all(map(torch.equal, attend(*tensors), expected))
-    with torch.no_grad():
-        out, lse = attend(*four(5, 7, dtype=dtype))
-    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1]) and not out.requires_grad
 
 
 @pytest.mark.parametrize("name", ["odd", "grid"])
@@ -321,31 +246,31 @@ def test_second_derivatives_under_torch_func(compiled: bool) -> None:
         run(TABLE)
 
 
-def test_vmap() -> None:
-    """Over any of the tensors, lengths and offsets, forward and backward: gradients of a table per sample."""
-    vmap, many, tables = torch.func.vmap, *(torch.stack([each, -each, 2 * each]) for each in (QUERY, TABLE))
-    mapped = vmap(lambda q: attend_out(q, KEY, VALUE, TABLE))(many)
-    assert_same("query", mapped, torch.stack([attend_out(each, KEY, VALUE, TABLE) for each in many]))
-    both = vmap(lambda q, e: attend_out(q, KEY, VALUE, e), in_dims=(1, 0))(many.transpose(0, 1), tables)
-    assert_same("both", both, torch.stack([attend_out(q, KEY, VALUE, e) for q, e in zip(many, tables, strict=True)]))
-    wanting = tables.clone().requires_grad_()
-    ways = (
-        vmap(lambda e: attend_out(QUERY, KEY, VALUE, e))(wanting),
-        torch.stack([attend_out(QUERY, KEY, VALUE, e) for e in wanting]),
-    )
-    assert_same("outside", *(gradients(each.square().sum(), [wanting])[0] for each in ways))
-    gradient = torch.func.grad(lambda table, query: attend_out(query, KEY, VALUE, table).square().sum())
-    per_sample = vmap(gradient, in_dims=(None, 0))(TABLE, many)
-    assert_same("per sample", per_sample, torch.stack([gradient(TABLE, each) for each in many]))
-    lengths = torch.tensor([[10, 4], [7, 1], [0, 9]])
-    for name in ("key_lengths", "query_offset"):
+MANY, MANY_TABLES = (torch.stack([tensor, -tensor, 2 * tensor]) for tensor in (QUERY, TABLE))
+INTEGERS = torch.tensor([[10, 4], [7, 1], [0, 9]])
+VMAPPED: dict[str, tuple[Callable[..., torch.Tensor], list[torch.Tensor]]] = {
+    "query": (lambda query: attend_out(query, KEY, VALUE, TABLE), [MANY]),
+    "query and table": (lambda query, table: attend_out(query, KEY, VALUE, table), [MANY, MANY_TABLES]),
+    "gradients per sample": (lambda q: torch.func.grad(lambda e: attend_out(q, KEY, VALUE, e).square().sum())(TABLE), [MANY]),
+    "key_lengths": (lambda lengths: attend_out(QUERY, KEY, VALUE, TABLE, key_lengths=lengths), [INTEGERS]),
+    "query_offset": (lambda offsets: attend_out(QUERY, KEY, VALUE, TABLE, query_offset=offsets), [INTEGERS]),
+}
 
-        def run(each: torch.Tensor, name: str = name) -> torch.Tensor:
-            return attend_out(QUERY, KEY, VALUE, TABLE, **{name: each})
 
-        assert_same(name, vmap(run)(lengths), torch.stack([run(each) for each in lengths]))
+@pytest.mark.parametrize("name", VMAPPED)
+def test_vmap(name: str) -> None:
+    function, batches = VMAPPED[name]
+    one_by_one = torch.stack([function(*tensors) for tensors in zip(*batches, strict=True)])
+    assert_same(name, torch.func.vmap(function)(*batches), one_by_one)
+    assert_same(name, torch.func.vmap(function, in_dims=1)(*(batch.transpose(0, 1) for batch in batches)), one_by_one)
+
+
+def test_gradients_through_vmap() -> None:
+    function, tables = VMAPPED["query and table"][0], MANY_TABLES.clone().requires_grad_()
+    ways = torch.func.vmap(partial(function, QUERY))(tables), torch.stack([function(QUERY, table) for table in tables])
+    assert_same("table", *(gradients(out.square().sum(), [tables])[0] for out in ways))
     with pytest.raises(ValueError, match="size 0"):
-        vmap(lambda q: attend_out(q, KEY, VALUE, TABLE))(QUERY.expand(0, *QUERY.shape))
+        torch.func.vmap(VMAPPED["query"][0])(QUERY.expand(0, *QUERY.shape))
 
 
 @pytest.mark.parametrize("implementation", ["blockwise", "reference"])
@@ -379,210 +304,6 @@ def test_no_forward_mode_goes_unnoticed() -> None:
     out = attend_out(query, KEY, VALUE, TABLE)
     with forward_ad.dual_level(), refused():
         torch.autograd.grad(out, query, forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out)))
-
-
-# Compilation and export.
-
-MODULES: dict[str, Callable[[], RelativeMultiheadAttention]] = {
-    "shaw": lambda: RelativeMultiheadAttention.shaw(16, 2, 4, batch_first=True),
-    "transformer_xl": lambda: RelativeMultiheadAttention.transformer_xl(16, 2, batch_first=True),
-    "t5": lambda: RelativeMultiheadAttention.t5(16, 2, batch_first=True),
-    "alibi": lambda: RelativeMultiheadAttention.alibi(16, 2, batch_first=True),
-}
-
-
-class Model(nn.Module):
-    def __init__(self, kind: str = "shaw") -> None:
-        super().__init__()
-        self.attention = MODULES[kind]()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.attention(x, x, x, is_causal=True)[0]
-        return output
-
-
-def test_compiles_in_one_graph_for_all_lengths() -> None:
-    """fullgraph, forward and backward, of any strides; a second pair of lengths reuses the graph."""
-    counter = Compiled("aot_eager")
-    layer = partial(attend, positions=RelativePositions(-3, 3), is_causal=True, query_offset=2, implementation=None)
-    compiled, counts = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True), set()
-    for num_queries, num_keys in ((17, 19), (23, 29), (40, 31)):
-        inputs = make_inputs(2, 3, num_queries, num_keys, 8, 5, num_rows=7, dtype=torch.float64, seed=0)
-        leaves = list(make_leaves(inputs._replace(query=in_memory_order(inputs.query, 0, 2, 1, 3))).values())
-        pairs = compiled(*leaves), layer(*leaves)
-        # Floats that the caller leaves at their default may take torch.compile two attempts at the first graph.
-        counts.add(counter.frame_count)
-        found, expected = ((*pair, *torch.autograd.grad(pair, leaves, (inputs.d_out, inputs.d_lse))) for pair in pairs)
-        assert all(map(torch.equal, found, expected))
-    assert len(counts) == 1, "other lengths were compiled again"
-
-
-EVERYTHING: Options = {"dropout_p": 0.3, "softcap": 4.0, "window_size": (5, 6), "enable_gqa": True, "rel_scale": 0.3}
-PADDED: Options = {"attn_mask": torch.arange(13) != 4, "query_offset": torch.tensor([2]), "key_lengths": torch.tensor([12])}
-
-
-@pytest.mark.parametrize("kind", ["padded", "packed", "grid_dropout"])
-def test_compiles_with_everything(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """fullgraph, forward and backward, with every tensor; dropout draws from the generator as it does uncompiled."""
-    options = {**EVERYTHING, **(PACKING if kind == "packed" else PADDED)}
-    monkeypatch.setitem(CASES, kind, case(1, **ALL_TERMS, value_width=5, key_heads=2, dtype=torch.float64, options=options))
-    function, leaves, _, options = get_call(kind)
-
-    def layer(tensors: dict[str, torch.Tensor]) -> Any:
-        return function(**tensors, **options)
-
-    results = []
-    for run in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
-        torch.manual_seed(0)
-        found = run(leaves)
-        seen = [result[result != -torch.inf] for result in found]
-        assert all(result.numel() for result in seen)
-        loss = torch.cat([result.square() for result in seen]).sum()
-        results.append([*found, *gradients(loss, list(leaves.values()))])
-    assert all(map(torch.equal, *results))
-
-
-@pytest.mark.parametrize("guard", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_compiles_where_nothing_requires_a_gradient(guard: Any) -> None:
-    """Positions that a window covers do not read the values of query_offset."""
-    tensors = [each.detach() for each in four(5, 6)]
-    options: Options = {"positions": RelativePositions(-4, 4, "error"), "query_offset": torch.tensor([1, 0])}
-    layer = partial(attend, **options, window_size=(4, 4))
-    with guard():
-        assert all(map(torch.equal, torch.compile(layer, fullgraph=True, backend="aot_eager")(*tensors), layer(*tensors)))
-
-
-def test_compiles_once_for_numbers_that_follow_from_lengths() -> None:
-    """query_offset, window_size and max_seqlen of symbolic shapes: no message shows them, which would fix their values."""
-
-    def layer(query: torch.Tensor, key: torch.Tensor) -> Any:
-        offset, length = key.shape[2] - query.shape[2], key.shape[2]
-        out = attend_out(query, key, key, is_causal=True, query_offset=offset, window_size=(offset + 3, -1))
-        packed, starts = key[0].transpose(0, 1), torch.stack((torch.zeros(()), torch.tensor(length))).int()
-        packing: Options = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": length, "max_seqlen_k": length}
-        return out, fused_relative_attention_varlen(packed, packed, packed, **packing)
-
-    counter = Compiled("eager")
-    compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
-    for lengths in ((5, 9), (6, 13), (8, 33)):
-        query, key = (torch.randn(1, 2, each, 8) for each in lengths)
-        assert all(map(torch.equal, compiled(query, key), layer(query, key)))
-    assert counter.frame_count == 1
-
-
-def attend_values(query: torch.Tensor, starts: torch.Tensor) -> Any:
-    """A packed and a padded call with numbers that the program reads from a tensor."""
-    lengths, padded = starts.diff(), query.transpose(0, 1)[None]
-    longest, packing = lengths.max().item(), {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
-    packed = attend_varlen(query, query, query, **packing, max_seqlen_q=longest, max_seqlen_k=longest)[0]
-    return packed, attend(padded, padded, padded, window_size=(longest, -1), query_offset=lengths[0].item())[0]
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)])
-def test_compiles_once_for_numbers_from_tensors(backend: str) -> None:
-    """fullgraph, and checked when it runs."""
-    query, counter = torch.randn(12, 2, 8, dtype=torch.float64), Compiled(backend)
-    with torch._dynamo.config.patch(capture_scalar_outputs=True):
-        compiled = torch.compile(attend_values, fullgraph=True, backend=counter)
-        for first in (5, 4, 12):
-            starts = torch.tensor([0, first, 12])
-            for one, other in zip(compiled(query, starts), attend_values(query, starts), strict=True):
-                assert_same("out", one, other)
-        assert counter.frame_count == 1
-        with pytest.raises(RuntimeError, match="u0"):
-            compiled(query, torch.tensor([0, -1, -2]))
-
-
-def test_a_doubtful_step_compiles_as_any_other() -> None:
-    """One graph for a causal call without query_offset, which no warning breaks, and the same result as with an offset of 0."""
-    forget_warnings()
-    tensors, counter = [each.detach() for each in four(4, 20)], Compiled("eager")
-    compiled = torch.compile(attend_out, backend=counter, fullgraph=True)
-    for _ in range(2):
-        assert_same("default", compiled(*tensors, is_causal=True), attend_out(*tensors, is_causal=True, query_offset=0))
-    assert counter.frame_count == 1
-
-
-@pytest.mark.parametrize("kind", [pytest.param(each, marks=() if each == "shaw" else pytest.mark.thorough) for each in MODULES])
-def test_modules_compile_once_for_all_lengths(kind: str) -> None:
-    """One graph each for the first length and for all others; gradients of all parameters."""
-    model, counter = Model(kind), Compiled("aot_eager")
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
-    for length in (10, 17, 33):
-        x = torch.randn(2, length, 16)
-        outputs = compiled(x), model(x)
-        assert_near("output", *outputs)
-        assert_gradients_near(*(gradients(each.sum(), model) for each in outputs))
-    assert counter.frame_count <= 2
-
-
-@pytest.mark.thorough
-def test_a_training_step_by_inductor() -> None:
-    model, x = Model(), torch.randn(2, 10, 16)
-    compiled = torch.compile(model, backend="inductor", fullgraph=True)
-    assert_gradients_near(*(gradients(each(x).sum(), model) for each in (compiled, model)))
-
-
-def test_compiles_under_autocast() -> None:
-    """The same bits as without compilation, forward and backward."""
-    tensors = four(dtype=torch.float32)
-
-    def layer(*tensors: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return attend_out(*tensors, is_causal=True)
-
-    results = [run(*tensors) for run in (torch.compile(layer, backend="aot_eager", fullgraph=True), layer)]
-    assert results[0].dtype == torch.bfloat16 and torch.equal(*results)
-    assert all(map(torch.equal, *(gradients(each.sum(), tensors) for each in results)))
-
-
-@pytest.mark.parametrize(
-    ("kind", "strict"), [("shaw", False), ("shaw", True), ("transformer_xl", False), ("t5", False), ("alibi", False)]
-)
-def test_export(kind: str, strict: bool) -> None:
-    """One program for all batch sizes and lengths, in which the operator is one node."""
-    model = Model(kind).eval()
-    dims = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", min=2, max=512)}
-    program = torch.export.export(model, (torch.randn(2, 10, 16),), dynamic_shapes=({**dims},), strict=strict)
-    assert [node.target for node in program.graph.nodes].count(FORWARD) == 1
-    for batch, length in ((2, 10), (3, 17), (1, 40)):
-        x = torch.randn(batch, length, 16)
-        assert_near("module", program.module()(x), model(x))
-
-
-class AttendValues(nn.Module):
-    def forward(self, query: torch.Tensor, starts: torch.Tensor) -> Any:
-        return attend_values(query, starts)
-
-
-def test_exports_with_numbers_from_tensors() -> None:
-    query = torch.randn(12, 2, 8, dtype=torch.float64)
-    program = torch.export.export(AttendValues(), (query, torch.tensor([0, 5, 12])))
-    starts = torch.tensor([0, 2, 12])
-    for one, other in zip(program.module()(query, starts), attend_values(query, starts), strict=True):
-        assert_same("out", one, other)
-
-
-@pytest.mark.thorough
-@pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_ahead_of_time_compilation(tmp_path: Path) -> None:
-    """torch.export to AOTInductor: one package for all lengths."""
-    model, length = Model().eval(), torch.export.Dim("length", min=2, max=512)
-    with torch.no_grad():
-        program = torch.export.export(model, (torch.randn(1, 40, 16),), dynamic_shapes=({1: length},))
-        package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "attend.pt2"))
-        compiled = torch._inductor.aoti_load_package(package)
-        for size in (40, 129):
-            x = torch.randn(1, size, 16)
-            assert_near("the compiled program", compiled(x), model(x))
-
-
-def test_traced_calls_are_refused() -> None:
-    """torch.jit.trace would give the positions of the traced length to every other, and only warn."""
-    with pytest.raises(NotImplementedError, match="would keep the positions of this call"):
-        torch.jit.trace(lambda x: attend_out(x, x, x, torch.randn(19, 16)), torch.randn(1, 2, 10, 16))
-    with pytest.raises(NotImplementedError, match=r"disable\(model\)"):
-        torch.jit.trace(Model(), torch.randn(2, 10, 16))
 
 
 # Autocast, checkpointing, FLOPs.
@@ -705,51 +426,3 @@ for mode in (torch.no_grad, torch.inference_mode):
     assert counter.get_total_flops() == 4 * 4 * 4 * 8, counter.get_total_flops()
 """
     subprocess.run([sys.executable, "-c", text], check=True)
-
-
-# Jagged nested tensors.
-
-
-def jagged(width: int, seed: int, lengths: tuple[int, ...] = (5, 9, 1)) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """A nested tensor (B, H, N, D), and its sequences (H, N, D), as leaves."""
-    generator = torch.Generator().manual_seed(seed)
-    parts = [torch.randn(each, 2, width, generator=generator, dtype=torch.float64).requires_grad_() for each in lengths]
-    return torch.nested.as_nested_tensor(parts, layout=torch.jagged).transpose(1, 2), parts
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_nested_sequences_are_computed_one_by_one(causal: bool) -> None:
-    """out, lse and all gradients."""
-    table = torch.randn(9, 8, dtype=torch.float64, requires_grad=True)
-    (query, queries), (key, keys), (value, values) = jagged(8, 1), jagged(8, 2), jagged(6, 3)
-    leaves, options = [*queries, *keys, *values, table], {"is_causal": causal, "positions": RelativePositions(-4, 4)}
-    out, lse = fused_relative_attention(query, key, value, table, return_lse=True, **options)  # type: ignore[call-overload]
-    assert out.is_nested and out.shape[0] == 3 and out.shape[3] == 6
-    found = gradients(torch.cat([each.flatten() for each in out.transpose(1, 2).unbind()]).square().sum(), leaves)
-    total = torch.zeros((), dtype=torch.float64)
-    for number, parts in enumerate(zip(queries, keys, values, strict=True)):
-        expected, expected_lse = attend(*(each.transpose(0, 1)[None] for each in parts), table, **options)
-        assert_near("out", out.transpose(1, 2).unbind()[number], expected[0].transpose(0, 1))
-        assert_near("lse", lse.transpose(1, 2).unbind()[number], expected_lse[0].T)
-        total = total + expected.square().sum()
-    assert_gradients_near(found, gradients(total, leaves))
-
-
-def test_nested_tensors_that_are_refused() -> None:
-    """Some that are not nested, lengths that differ by tensor, and holes between sequences: rows of others would be taken."""
-    (query, _), (other, _), (same, _) = jagged(8, 1), jagged(8, 2, (9, 5, 1)), jagged(8, 3)
-    table, plain = torch.randn(9, 8, dtype=torch.float64), torch.randn(3, 2, 9, 8, dtype=torch.float64)
-    fused_relative_attention(query, query, same, table, rel_query=same)
-    cache, lengths = torch.randn(2, 6, 2, 8, dtype=torch.float64), torch.tensor([3, 6])
-    holes = torch.nested.narrow(cache, 1, torch.zeros(2, dtype=torch.int64), lengths, layout=torch.jagged)
-    wrong: list[tuple[Sequence[torch.Tensor], Options, type[Exception], str]] = [
-        ((query, plain, query), {}, TypeError, "key must be jagged as query is"),
-        ((query.transpose(1, 2), query, query), {}, TypeError, "query must be jagged as query is"),
-        ((query, query, query), {"key_lengths": torch.tensor([1, 1, 1])}, TypeError, "no attn_mask and no key_lengths"),
-        ((query, query, other), {}, ValueError, r"value's sequences must be as long as key's, got \[9, 5, 1\] and \[5, 9, 1\]"),
-        ((query, query, query), {"rel_query": other}, ValueError, "rel_query's sequences must be as long as query's"),
-        ((holes.transpose(1, 2), query, query), {}, ValueError, "query has holes between its sequences"),
-    ]
-    for tensors, options, error, message in wrong:
-        with pytest.raises(error, match=message):
-            attend_out(*tensors, table, **options)

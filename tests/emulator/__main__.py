@@ -1,19 +1,18 @@
 """``python -m tests.emulator``: calls of the package as compiled for a GPU, run without one.
 
-Each call runs forward and backward, in the default configurations or in those given. A line for each says error / allowance of
-every result, and below it what the emulator found. Exit status 1 if anything is above 1 or wrong, 2 if nothing can be run,
-130 if interrupted.
+Each call runs forward and backward, in the default configurations or in those given. A line for each says error / budget of
+every result (tests/expected.py), or what is wrong. Exit status 1 if anything is wrong, 2 if nothing can be run.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -21,14 +20,14 @@ from tqdm import tqdm
 
 from bench.measure.processes import processes
 from bench.report.progress import progress
+from bench.report.rows import in_one_line
 from bench.verbs.options import add_jobs, add_list
+from tests.check import check
 from tools.emulator.device import TARGETS
 from tools.emulator.machine import NoCompiler, core
 from triton_relattn.kernels.config.tile_config import KERNELS, TileConfig
 
-from .calls import CALLS, unknown_words
-from .check import DTYPES, Row, Subject, row_of
-from .judge import Ratio
+from .calls import CALLS, DTYPES, RANDOM, Subject, unknown_words
 
 Item = TypeVar("Item")
 
@@ -78,10 +77,26 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--cases", type=several(call_name), default=list(CALLS), metavar="A,B", help=cases)
     made.add_argument("--config", type=several(tile), default=[], metavar=config, help="instead of the selected configurations")
     made.add_argument("--seed", type=int, default=0, help="seed of the order in which warps run (default: 0)")
-    made.add_argument("--notes", action="store_true", help="show notes, too")
     made.add_argument("--list", action="store_true", help="show the kinds of calls, and end")
     add_jobs(made)
     return made
+
+
+def row(subject: Subject, tiles: Mapping[str, TileConfig]) -> tuple[str, dict[str, float]]:
+    """Check a call: a line with its results' ratios, and the ratios, of which there are none if it is wrong."""
+    started, ratios = time.monotonic(), dict[str, float]()
+    has_table = not subject.name.startswith("none")
+    reasons = [config.why_invalid(subject.target, has_table, kernel) for kernel, config in tiles.items()]
+    wrong = next(filter(None, reasons), "")
+    if not wrong:
+        try:
+            ratios = check(subject.sample(), subject.way(**tiles))
+        except AssertionError as error:  # one finding a line
+            wrong = str(error).replace("\n", "\n      ")
+        except Exception as error:
+            wrong = in_one_line(error)
+    results = wrong or ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
+    return f"{'WRONG' if wrong else 'ok   '} {subject}: {results} ({time.monotonic() - started:.1f} s)", ratios
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -103,25 +118,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for dtype in options.dtype
         for width in options.width
         for name in options.cases
-        for sizes in ([(0, 0)] if name.startswith("random") else options.lengths)
+        for sizes in ([(0, 0)] if name.startswith(RANDOM) else options.lengths)
     ]
-    rows: list[Row] = []
-    interrupted = False
-    try:
-        with processes(options.jobs) as map_all:
-            found = map_all(partial(row_of, tiles=dict(options.config), show_notes=options.notes), subjects)
-            for _, row in zip(progress(subjects, str), found, strict=False):
-                rows.append(row)
-                tqdm.write(row.text)
-    except KeyboardInterrupt:
-        interrupted = True
-    largest: dict[str, Ratio] = {}
-    for name, ratio in (item for row in rows for item in row.ratios.items()):
-        largest[name] = max(largest.get(name, ratio), ratio, key=lambda each: math.inf if math.isnan(each.value) else each.value)
-    wrong = sum(row.failed for row in rows)
-    print(f"{len(rows)} of {len(subjects)} calls, {wrong} wrong" + ", interrupted" * interrupted)
-    print("largest error / allowance: " + ", ".join(f"{name} {ratio}" for name, ratio in largest.items()))
-    return 130 if interrupted else int(wrong > 0)
+    wrong, largest = 0, dict[str, float]()
+    with processes(options.jobs) as map_all:
+        rows = map_all(partial(row, tiles=dict(options.config)), subjects)
+        for _, (text, ratios) in zip(progress(subjects, str), rows, strict=False):
+            tqdm.write(text)
+            wrong += not ratios
+            largest |= {name: max(ratio, largest.get(name, 0.0)) for name, ratio in ratios.items()}
+    print(f"{len(subjects)} calls, {wrong} wrong")
+    print("largest error / budget: " + ", ".join(f"{name} {ratio:.2f}" for name, ratio in largest.items()))
+    return int(wrong > 0)
 
 
 if __name__ == "__main__":

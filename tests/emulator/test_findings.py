@@ -192,64 +192,52 @@ CHANGE_LEFT = "st.shared.b32 [%r4], 0;"
 DESCRIPTOR = "matrix descriptor that lanes disagree on or that is not modelled"
 IN_FLIGHT, LATE = "access to registers of a wgmma in flight", "wgmma uses a register written after wgmma.fence"
 
+UNCOVERED, RACE = "wgmma reads what no proxy fence covers", "shared memory race"
+UNFENCED = START.replace("fence.proxy.async.shared::cta;", "")
+
+
+def product(start: str = START, multiply: str = MULTIPLY, before_wait: str = "", after_wait: str = "", wait: str = WAIT) -> str:
+    """Operands are stored, multiplied, and waited for."""
+    return f"{FILL} {start} {multiply} {COMMIT} {before_wait} {wait} {after_wait}"
+
+
+def with_left(descriptor_of_left: str) -> str:
+    return MULTIPLY.replace(str(descriptor(LEFT, 128, 256)), descriptor_of_left)
+
+
 PRODUCTS = {
-    "right": ("", FILL + START + MULTIPLY + COMMIT + WAIT + RESULTS),
-    "no fence": (
-        "wgmma reads what no proxy fence covers",
-        FILL + START.replace("fence.proxy.async.shared::cta;", "") + MULTIPLY + COMMIT + WAIT,
-    ),
-    "the fence comes too early": (
-        "wgmma reads what no proxy fence covers",
-        f"fence.proxy.async; {FILL} {START.replace('fence.proxy.async.shared::cta;', '')} {MULTIPLY} {COMMIT} {WAIT}",
-    ),
-    "a store after the fence": (
-        "wgmma reads what no proxy fence covers",
-        FILL + START.replace("bar", CHANGE_LEFT + "bar") + MULTIPLY + COMMIT + WAIT,
-    ),
-    "no barrier": (
-        "shared memory race",
-        FILL + "bar.sync 0;" + FILL.replace("[%d4+2048]", "[%d4]") + START.replace("bar.sync 0;", "") + MULTIPLY + COMMIT + WAIT,
-    ),
-    "an operand is overwritten": ("shared memory race", FILL + START + MULTIPLY + COMMIT + CHANGE_LEFT + WAIT),
-    "an operand is overwritten after the wait": ("", FILL + START + MULTIPLY + COMMIT + WAIT + "bar.sync 0;" + CHANGE_LEFT),
+    "right": ("", product(after_wait=RESULTS)),
+    "no fence": (UNCOVERED, product(UNFENCED)),
+    "the fence comes too early": (UNCOVERED, f"fence.proxy.async; {product(UNFENCED)}"),
+    "a store after the fence": (UNCOVERED, product(START.replace("bar", CHANGE_LEFT + "bar"))),
+    "no barrier": (RACE, f"{FILL} bar.sync 0; {product(START.replace('bar.sync 0;', '')).replace('[%d4+2048]', '[%d4]')}"),
+    "an operand is overwritten": (RACE, product(before_wait=CHANGE_LEFT)),
+    "an operand is overwritten after the wait": ("", product(after_wait="bar.sync 0;" + CHANGE_LEFT)),
     "the wait is for an earlier group": (
-        "shared memory race",
-        FILL + START + MULTIPLY + COMMIT + MULTIPLY + COMMIT + WAIT.replace("0;", "1;") + CHANGE_LEFT,
+        RACE,
+        product(before_wait=MULTIPLY + COMMIT, wait=WAIT.replace("0;", "1;"), after_wait=CHANGE_LEFT),
     ),
-    "nothing was committed": ("shared memory race", FILL + START + MULTIPLY + WAIT + CHANGE_LEFT),
-    "another warp's operand": ("shared memory race", FILL + START + MULTIPLY + COMMIT + WAIT + "st.shared.b32 [%r4+2048], 7;"),
-    "products in a row": ("", FILL + START + MULTIPLY + MULTIPLY + COMMIT + WAIT + RESULTS),
-    "sums are used too early": (IN_FLIGHT, FILL + START + MULTIPLY + COMMIT + "add.f32 %r30, %r20, %r20;" + WAIT),
-    "sums are written too early": (IN_FLIGHT, FILL + START + MULTIPLY + COMMIT + "mov.b32 %r20, 0;" + WAIT),
+    "nothing was committed": (RACE, product(after_wait=CHANGE_LEFT).replace(COMMIT, "")),
+    "another warp's operand": (RACE, product(after_wait="st.shared.b32 [%r4+2048], 7;")),
+    "products in a row": ("", product(multiply=MULTIPLY * 2, after_wait=RESULTS)),
+    "sums are used too early": (IN_FLIGHT, product(before_wait="add.f32 %r30, %r20, %r20;")),
+    "sums are written too early": (IN_FLIGHT, product(before_wait="mov.b32 %r20, 0;")),
     "sums are the next product's left matrix": (
         IN_FLIGHT,
-        FILL
-        + START
-        + MULTIPLY
-        + COMMIT
-        + FROM_REGISTERS.replace("%r28", "%r20").replace(SUMS, "{%r40, %r41, %r42, %r43}")
-        + COMMIT
-        + WAIT,
+        product(before_wait=FROM_REGISTERS.replace("%r28", "%r20").replace(SUMS, "{%r40, %r41, %r42, %r43}") + COMMIT),
     ),
-    "the left matrix is in registers": ("", FILL + START + FROM_REGISTERS + COMMIT + WAIT + "mov.b32 %r24, 1;"),
-    "the left matrix is changed too early": (IN_FLIGHT, FILL + START + FROM_REGISTERS + COMMIT + "mov.b32 %r24, 1;" + WAIT),
-    "the left matrix is written, but not changed": ("", FILL + START + FROM_REGISTERS + COMMIT + "mov.b32 %r24, 0;" + WAIT),
-    "sums are written after the fence": (LATE, FILL + START + "mov.b32 %r20, 0;" + MULTIPLY + COMMIT + WAIT),
+    "the left matrix is in registers": ("", product(multiply=FROM_REGISTERS, after_wait="mov.b32 %r24, 1;")),
+    "the left matrix is changed too early": (IN_FLIGHT, product(multiply=FROM_REGISTERS, before_wait="mov.b32 %r24, 1;")),
+    "the left matrix is written, but not changed": ("", product(multiply=FROM_REGISTERS, before_wait="mov.b32 %r24, 0;")),
+    "sums are written after the fence": (LATE, product(multiply="mov.b32 %r20, 0;" + MULTIPLY)),
     "lanes have different descriptors": (
         DESCRIPTOR,
-        f"{FILL} {START} cvt.u64.u32 %d9, %r1; mov.b64 %d10, {descriptor(LEFT, 128, 256)}; or.b64 %d10, %d10, %d9;"
-        + MULTIPLY.replace(str(descriptor(LEFT, 128, 256)), "%d10")
-        + COMMIT
-        + WAIT,
+        product(
+            f"{START} cvt.u64.u32 %d9, %r1; mov.b64 %d10, {descriptor(LEFT, 128, 256)}; or.b64 %d10, %d10, %d9;",
+            with_left("%d10"),
+        ),
     ),
-    "the swizzle has an offset": (
-        DESCRIPTOR,
-        FILL
-        + START
-        + MULTIPLY.replace(str(descriptor(LEFT, 128, 256)), str(descriptor(LEFT, 128, 256) | 1 << 49))
-        + COMMIT
-        + WAIT,
-    ),
+    "the swizzle has an offset": (DESCRIPTOR, product(multiply=with_left(str(descriptor(LEFT, 128, 256) | 1 << 49)))),
 }
 
 

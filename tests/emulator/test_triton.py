@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from typing import Any
 
@@ -114,22 +113,6 @@ MATMULS = [
     (torch.float32, "tf32", False, 64, 64, 32, 4, 2),
     (torch.float32, "ieee", True, 32, 32, 32, 2, 2),
 ]
-EVERY_MATMUL = [
-    (dtype, precision, transposed, *tile)
-    for (dtype, precision), transposed, tile in itertools.product(
-        [(torch.bfloat16, "ieee"), (torch.float16, "ieee"), (torch.float32, "tf32"), (torch.float32, "ieee")],
-        [False, True],
-        [
-            (64, 64, 32, 4, 1),
-            (64, 32, 64, 4, 2),
-            (128, 64, 32, 8, 3),
-            (32, 32, 32, 2, 2),
-            (128, 128, 64, 8, 4),
-            (64, 64, 16, 4, 2),
-        ],
-    )
-    if (precision, dtype, tile[0]) != ("ieee", torch.float32, 128)
-]
 
 
 def check_matmul(target: str, dtype: torch.dtype, precision: str, transposed: bool, *tile: int) -> list[Emulated]:
@@ -175,14 +158,6 @@ def test_swizzles() -> None:
     for arguments, swizzle in ((MATMULS[1], 1), (MATMULS[2], 2), (MATMULS[3], 3)):
         (launch,) = check_matmul("sm_90", *arguments)
         assert {int(number) >> 62 & 3 for number in re.findall(r"-?\d{15,}", launch.ptx)} == {swizzle}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arguments", EVERY_MATMUL, ids=str)
-@pytest.mark.parametrize("target", TARGETS)
-def test_every_matmul(target: str, arguments: tuple[Any, ...]) -> None:
-    """All dtypes, tiles and targets."""
-    check_matmul(target, *arguments)
 
 
 @has_fences

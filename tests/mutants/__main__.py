@@ -22,7 +22,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from tools.mutants.fault import Change, Fault
-from tools.mutants.generate import faults as faults_of
+from tools.mutants.generate import faults as file_faults
 from tools.mutants.runner import CAUGHT, Outcome, Runner, source_files
 
 HERE = Path(__file__).parent
@@ -33,29 +33,44 @@ INTERPRETED = {"TRITON_INTERPRET": "1"}
 AREAS = {
     "": "operator/test_draws cpu/test_validation operator/test_edges operator/test_parts cpu/test_blockwise cpu/test_torch",
     "__main__": "interpreter/test_check",
+    "_blockwise": "operator/test_draws operator/test_edges operator/test_parts cpu/test_blockwise cpu/test_products",
+    "_blockwise/grids": "cpu/test_grids",
+    "_core/hints": "cpu/test_validation cpu/test_warnings",
+    "_core/grids": "cpu/test_grids",
+    "_core/names": "cpu/test_validation",
     "_distributed": "cpu/test_distributed",
     "_implementations": "cpu/test_validation operator/test_draws operator/test_edges cpu/test_blockwise",
-    "integrations": "cpu/test_structure cpu/test_enable",
+    "_jagged": "cpu/test_jagged",
+    "_operators": "cpu/test_torch cpu/test_compile operator/test_draws operator/test_parts",
+    "check": "interpreter/test_check",
+    "distributed": "cpu/test_distributed",
+    "grids": "cpu/test_grids cpu/test_torch",
+    "integrations": "cpu/test_structure cpu/test_enable cpu/test_hostile",
     "integrations/transformers": "cpu/test_families cpu/test_decoding cpu/test_enable",
     "kernels": "operator/test_sweeps operator/test_sums operator/test_draws operator/test_edges interpreter/test_tiles "
     "interpreter/test_features interpreter/test_calls interpreter/test_key_terms",
     "kernels/bwd_dq": "operator/test_draws interpreter/test_calls",
-    "kernels/config": "compile/test_profiles compile/test_launches",
+    "kernels/config": "compile/test_profiles compile/test_selection compile/test_launches",
+    "kernels/delta": "operator/test_draws interpreter/test_delta",
+    "kernels/fences": "compile/test_fences",
     "kernels/grid": "interpreter/test_grids",
+    "kernels/splits": "interpreter/test_key_splits",
     "kernels/tile/registers": "interpreter/test_rotations operator/test_draws",
+    "kernels/tuning": "interpreter/test_tuning",
     "kernels/workspace": "operator/test_draws interpreter/test_calls",
+    "measure": "cpu/test_measure",
     "nn": "cpu/test_nn cpu/test_tables",
     "plots": "cpu/test_plots",
     "tables": "cpu/test_nn cpu/test_tables",
     "testing": "cpu/test_testing",
 }
-"""The tests of parts of the package, the best detectors first; the longest name that the fault's file begins with counts."""
+"""The tests of parts of the package, best detectors first, in one process; the longest name that the file begins with counts."""
 
 
-def area_of(file: str) -> str:
+def area_tests(file: str) -> str:
     name = file.removeprefix(f"{PACKAGE}/")
-    tests = AREAS[max((each for each in AREAS if name.startswith(each)), key=len)].split()
-    return " ".join(f"tests/{each}.py" if "/" in each else f"tests/{each}" for each in tests)
+    tests = AREAS[max((area for area in AREAS if name.startswith(area)), key=len)]
+    return " ".join(f"tests/{test}.py" for test in tests.split())
 
 
 def caught_before() -> dict[str, tuple[str, int]]:
@@ -64,7 +79,7 @@ def caught_before() -> dict[str, tuple[str, int]]:
 
 
 def record(caught: dict[str, tuple[str, int]]) -> None:
-    lines = (f"{json.dumps(name)}: {json.dumps(each)}" for name, each in sorted(caught.items()))
+    lines = (f"{json.dumps(name)}: {json.dumps(test)}" for name, test in sorted(caught.items()))
     CAUGHT_BY.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
@@ -77,18 +92,18 @@ def known(only: Sequence[str] | None) -> Iterator[Fault]:
             continue
         first = (caught[row["name"]][0],) if row["name"] in caught else tuple(row["tests"])
         changes = tuple(Change(*change) for change in row["changes"])
-        yield Fault(row["name"], row["effect"], first, changes, (area_of(row["changes"][0][0]),))
+        yield Fault(row["name"], row["effect"], first, changes, (area_tests(row["changes"][0][0]),))
 
 
 def generated(count: int, seed: int, below: str = PACKAGE) -> Iterator[Fault]:
     """Faults of the package, or of a folder or file of it, drawn at random."""
     files = [file for file in source_files(ROOT) if file.startswith(below) and file.endswith(".py")]
-    drawn = [fault for file in files for fault in faults_of(ROOT, file)]
-    for each in random.Random(seed).sample(drawn, min(count, len(drawn))):
-        yield Fault(str(each), "generated", (), (each.edit,), (area_of(each.edit.file),))
+    drawn = [fault for file in files for fault in file_faults(ROOT, file)]
+    for fault in random.Random(seed).sample(drawn, min(count, len(drawn))):
+        yield Fault(str(fault), "generated", (), (fault.edit,), (area_tests(fault.edit.file),))
 
 
-def outcomes_of(runner: Runner, faults: Sequence[Fault], jobs: int) -> Iterator[Outcome]:
+def attempts(runner: Runner, faults: Sequence[Fault], jobs: int) -> Iterator[Outcome]:
     """The outcomes, each as soon as it is there."""
     width = max((len(fault.name) for fault in faults), default=0)
     with ThreadPoolExecutor(jobs) as pool:
@@ -125,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runner.check_imports()
     before = caught_before()
     lost, number = [], 0
-    for outcome in outcomes_of(runner, faults, max(options.jobs, 1)):
+    for outcome in attempts(runner, faults, max(options.jobs, 1)):
         number += outcome.status == CAUGHT
         if outcome.status == CAUGHT and options.record:
             before[outcome.fault.name] = outcome.test, round(outcome.seconds)

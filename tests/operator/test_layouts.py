@@ -147,14 +147,14 @@ def test_no_heads_of_the_query(way: Way) -> None:
 # what computes an operator must not get them before torch's dispatcher has seen them.
 
 
-def leaves_of(way: Way) -> list[torch.Tensor]:
+def make_leaves(way: Way) -> list[torch.Tensor]:
     inputs = make_inputs(1, 2, 9, 11, way.width, num_rows=7, dtype=way.dtype, seed=0)
     return [tensor.requires_grad_() for tensor in inputs[:4] if tensor is not None]
 
 
 def test_lazy_negation(way: Way) -> None:
     """Of values, and of the gradient of out: a conjugate has a bit that says so, and its imaginary part another."""
-    query, key, value, table = leaves_of(way)
+    query, key, value, table = make_leaves(way)
     lazy = torch.complex(value, value).detach().conj().imag
     assert lazy.is_neg()
     expected = way.attend(query, key, -value.detach(), table)[0]
@@ -179,7 +179,7 @@ def test_lazy_negation_on_a_grid(way: Way) -> None:
 
 def test_several_gradients_at_once(way: Way) -> None:
     """is_grads_batched=True is a vmap of its own, which pushes no transform."""
-    leaves = leaves_of(way)
+    leaves = make_leaves(way)
     out, _ = way.attend(*leaves)
     d_outs = torch.randn(3, *out.shape, dtype=out.dtype)
     together = torch.autograd.grad(out, leaves, d_outs, is_grads_batched=True, retain_graph=True)
@@ -193,14 +193,14 @@ def test_several_gradients_at_once(way: Way) -> None:
 
 def test_a_function_of_gradients_outside_its_transform(way: Way) -> None:
     """That of torch.func.vjp meets tensors whose transform is over. Second derivatives through it are refused, not left out."""
-    leaves = leaves_of(way)
+    leaves = make_leaves(way)
 
     def attend(*tensors: torch.Tensor) -> Any:
         return way.attend(*tensors)[0]
 
-    out, gradients_of = torch.func.vjp(attend, *leaves)[:2]
+    out, backward = torch.func.vjp(attend, *leaves)[:2]
     d_out = torch.randn_like(out)
-    found = gradients_of(d_out)
+    found = backward(d_out)
     for gradient, expected in zip(found, torch.autograd.grad(attend(*leaves), leaves, d_out), strict=True):
         assert torch.equal(gradient, expected)
     penalty = found[0].square().sum() + leaves[0].sum()

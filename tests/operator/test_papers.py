@@ -55,7 +55,7 @@ def check(model: Attention, ours: Attention, attend: Attention, **shapes: tuple[
         assert_near(f"gradient of {name}", gradient, expected_gradient, **options)
 
 
-def shapes_of(
+def call_shapes(
     batch: int, heads: int, num_queries: int, num_keys: int, width: int, key_heads: int = 0
 ) -> dict[str, tuple[int, ...]]:
     key = (batch, key_heads or heads, num_keys, width)
@@ -102,7 +102,7 @@ def test_general_relative_attention(attend: Attention) -> None:
     def ours(query: Tensor, key: Tensor, value: Tensor, general_table: Tensor) -> Tensor:
         return attend(query, key, value, tables.from_general_layout(general_table))
 
-    check(model, ours, attend, **shapes_of(2, 3, 7, 11, 8), general_table=(3, 8, 25))
+    check(model, ours, attend, **call_shapes(2, 3, 7, 11, 8), general_table=(3, 8, 25))
 
 
 def test_music_transformer(attend: Attention) -> None:
@@ -115,7 +115,7 @@ def test_music_transformer(attend: Attention) -> None:
     def ours(query: Tensor, key: Tensor, value: Tensor, table: Tensor) -> Tensor:
         return attend(query, key, value, table, positions=RelativePositions(-11, 0), is_causal=True)
 
-    check(model, ours, attend, **shapes_of(2, 3, 12, 12, 6), table=(3, 12, 6))
+    check(model, ours, attend, **call_shapes(2, 3, 12, 12, 6), table=(3, 12, 6))
 
 
 def test_shaw(attend: Attention) -> None:
@@ -130,7 +130,7 @@ def test_shaw(attend: Attention) -> None:
     def ours(query: Tensor, key: Tensor, value: Tensor, table_k: Tensor, table_v: Tensor) -> Tensor:
         return attend(query, key, value, table_k, rel_value=table_v)
 
-    check(model, ours, attend, **shapes_of(2, 3, 9, 14, 8), table_k=(7, 8), table_v=(7, 8))
+    check(model, ours, attend, **call_shapes(2, 3, 9, 14, 8), table_k=(7, 8), table_v=(7, 8))
 
 
 @pytest.mark.parametrize("way", ["folded", "rel_query"])
@@ -157,7 +157,7 @@ def test_conformer(way: str, attend: Attention) -> None:
         query, bias = tables.fold_transformer_xl(query, table, u, v)
         return attend(query, key, value, table, rel_bias=bias, key_lengths=lengths)
 
-    inputs = shapes_of(2, heads, length, length, width)
+    inputs = call_shapes(2, heads, length, length, width)
     check(model, ours, attend, **inputs, linear_pos=(heads * width, model_width), u=(heads, width), v=(heads, width))
 
 
@@ -183,7 +183,7 @@ def test_transformer_xl_with_memory(attend: Attention) -> None:
         positions = RelativePositions(-(total - 1), 0, outside="error")
         return attend(query, key, value, table, rel_bias=bias, positions=positions, is_causal=True, query_offset=memory)
 
-    check(model, ours, attend, **shapes_of(2, 2, length, total, width), r_net=(2 * width, 8), u=(2, width), v=(2, width))
+    check(model, ours, attend, **call_shapes(2, 2, length, total, width), r_net=(2 * width, 8), u=(2, width), v=(2, width))
 
 
 def t5_buckets_of_pairs(relative_position: Tensor, bidirectional: bool = True) -> Tensor:
@@ -204,7 +204,7 @@ def test_t5_encoder(attend: Attention) -> None:
         bias = weight[tables.t5_buckets(torch.arange(-24, 25), 16, 24)].T
         return attend(query, key, value, rel_bias=bias, scale=1.0)
 
-    check(model, ours, attend, **shapes_of(2, 3, 40, 40, 4), weight=(16, 3))
+    check(model, ours, attend, **call_shapes(2, 3, 40, 40, 4), weight=(16, 3))
 
 
 def test_t5_decoder_with_cache(attend: Attention) -> None:
@@ -221,26 +221,26 @@ def test_t5_decoder_with_cache(attend: Attention) -> None:
         positions = RelativePositions(-24, 0)
         return attend(query, key, value, rel_bias=bias, positions=positions, scale=1.0, is_causal=True, query_offset=30)
 
-    check(model, ours, attend, **shapes_of(2, 3, 6, 36, 4), weight=(16, 3))
+    check(model, ours, attend, **call_shapes(2, 3, 6, 36, 4), weight=(16, 3))
 
 
 def test_wavlm(attend: Attention) -> None:
     """The bias of the bucket times a gate of the query: a product of width 1."""
     bucket = t5_buckets_of_pairs(distances(30, 30))
 
-    def gate_of(gate: Tensor, constant: Tensor) -> Tensor:
+    def gated(gate: Tensor, constant: Tensor) -> Tensor:
         gate_a, gate_b = gate.sigmoid().chunk(2, dim=-1)
         return gate_a * (gate_b * constant - 1.0) + 2.0
 
     def model(query: Tensor, key: Tensor, value: Tensor, gate: Tensor, constant: Tensor, weight: Tensor) -> Tensor:
         position_bias = weight[bucket].permute(2, 0, 1)[None]
-        return (query @ key.mT * 8**-0.5 + gate_of(gate, constant) * position_bias).softmax(-1) @ value
+        return (query @ key.mT * 8**-0.5 + gated(gate, constant) * position_bias).softmax(-1) @ value
 
     def ours(query: Tensor, key: Tensor, value: Tensor, gate: Tensor, constant: Tensor, weight: Tensor) -> Tensor:
         table = weight[tables.t5_buckets(torch.arange(-24, 25), 16, 24)].T[..., None]
-        return attend(query, key, value, table, rel_query=gate_of(gate, constant), rel_scale=1.0)
+        return attend(query, key, value, table, rel_query=gated(gate, constant), rel_scale=1.0)
 
-    check(model, ours, attend, **shapes_of(2, 3, 30, 30, 8), gate=(2, 3, 30, 2), constant=(1, 3, 1, 1), weight=(16, 3))
+    check(model, ours, attend, **call_shapes(2, 3, 30, 30, 8), gate=(2, 3, 30, 2), constant=(1, 3, 1, 1), weight=(16, 3))
 
 
 def test_alibi(attend: Attention) -> None:
@@ -254,7 +254,7 @@ def test_alibi(attend: Attention) -> None:
         positions = RelativePositions(-16, 0, outside="error")
         return attend(query, key, value, rel_bias=tables.alibi_bias(slopes, -16, 0), positions=positions, is_causal=True)
 
-    check(model, ours, attend, **shapes_of(2, 3, 17, 17, 8), slopes=(3,))
+    check(model, ours, attend, **call_shapes(2, 3, 17, 17, 8), slopes=(3,))
 
 
 @pytest.mark.parametrize("length", [3, 12])
@@ -284,7 +284,7 @@ def test_vits(length: int, attend: Attention) -> None:
         arguments = {"rel_value": emb_rel_v[0], "positions": positions, "scale": 1.0}
         return attend(query * width**-0.5, key, value, emb_rel_k[0], **arguments)
 
-    check(model, ours, attend, **shapes_of(2, 2, length, length, width), emb_rel_k=(1, 9, width), emb_rel_v=(1, 9, width))
+    check(model, ours, attend, **call_shapes(2, 2, length, length, width), emb_rel_k=(1, 9, width), emb_rel_v=(1, 9, width))
 
 
 @pytest.mark.parametrize("kinds", ["c2p", "p2c", "c2p and p2c"])
@@ -315,7 +315,7 @@ def test_deberta(kinds: str, attend: Attention) -> None:
 
     wanted = {"position_key": "c2p", "position_query": "p2c"}
     shapes = {name: (2, 2 * span, width) for name, kind in wanted.items() if kind in kinds}
-    check(model, ours, attend, **shapes_of(2, 2, length, length, width), **shapes)
+    check(model, ours, attend, **call_shapes(2, 2, length, length, width), **shapes)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)

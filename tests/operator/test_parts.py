@@ -9,10 +9,16 @@ import pytest
 import torch
 
 from tests.check import WAYS, Way, check
-from tests.parts import at_place, attend_on_a_grid, attend_resolved, resolved
 from tests.samples import Sample
 from tests.tolerance import assert_near
 from triton_relattn import RelativePositions, merge_attention
+from triton_relattn._core.arguments import Arguments
+from triton_relattn._core.dropout import draw_seed, origins_of
+from triton_relattn._core.grids import GridSpec, GridTensors
+from triton_relattn._core.spec import AttentionSpec, AttentionTensors
+from triton_relattn._core.validation import resolve
+from triton_relattn._implementations import IMPLEMENTATIONS
+from triton_relattn._operators import grid_attention, relative_attention
 from triton_relattn.testing import dropout_mask, forward_backward, make_inputs
 
 TABLES = ("rel_key", "rel_value", "rel_bias", "rel_p2c")
@@ -57,9 +63,24 @@ def test_packed_sequences(case: str, way: Way) -> None:
     check(replace(SEQUENCES, dtype=str(way.dtype).removeprefix("torch."), **PACKINGS[case]), way)
 
 
-# Parts of a call, as ranks have them.
+# Parts of a call, as ranks have them: as implementations get them, because one process has no public function for them.
 
 BATCH, HEADS, LENGTH, DROPOUT_P = slice(1, 3), slice(2, 5), 33, 0.4
+
+
+def resolved(*tensors: torch.Tensor | None, **arguments: Any) -> tuple[AttentionTensors, AttentionSpec]:
+    """A call that has been checked; what it drops is drawn after torch.manual_seed(0)."""
+    call, spec = resolve(Arguments(*tensors, **arguments))  # type: ignore[arg-type]
+    if spec.dropout_p > 0:
+        torch.manual_seed(0)
+        call = call._replace(dropout_seed=draw_seed())
+    return call, spec
+
+
+def part(call: AttentionTensors, first_query: int, first_key: int) -> AttentionTensors:
+    """A call as a part of a larger one, with the sequences and heads BATCH and HEADS, queries and keys from these on."""
+    origins = origins_of(BATCH.stop, HEADS.stop, call.query.device)[BATCH, HEADS]
+    return call._replace(dropout_origins=origins + torch.tensor([0, 0, first_query, first_key]))
 
 
 def whole_mask(first_query: int, first_key: int) -> torch.Tensor:
@@ -86,8 +107,7 @@ def test_a_part_drops_what_the_whole_drops(is_packed: bool, way: Way) -> None:
         packing |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.arange(3) * LENGTH)
     call, spec = resolved(*tensors, dropout_p=DROPOUT_P, **packing)
     value = call.value.clone().requires_grad_()
-    part = at_place(call._replace(value=value), BATCH, HEADS, 7, 5)
-    out, _ = attend_resolved(part, spec, way.implementation)
+    out, _ = relative_attention(part(call._replace(value=value), 7, 5), spec, IMPLEMENTATIONS[way.implementation])
     (d_value,) = torch.autograd.grad(out, value, call.value)
     by_pair = [each.unflatten(2, (2, LENGTH))[0].transpose(0, 1) if is_packed else each for each in (out, d_value)]
     assert torch.equal(by_pair[0] != 0, whole_mask(7, 5)) and torch.equal(by_pair[1].mT != 0, whole_mask(7, 5))
@@ -99,7 +119,9 @@ def test_a_part_on_a_grid_drops_what_the_whole_drops(tiled: Way) -> None:
     value = identity.clone().requires_grad_()
     call, _ = resolved(query, query, value, dropout_p=DROPOUT_P)
     rel_h, rel_w = (torch.randn(side, side, tiled.width, dtype=tiled.dtype) for side in (3, 11))
-    out = attend_on_a_grid(at_place(call, BATCH, HEADS, 0, 0), rel_h, rel_w, DROPOUT_P, tiled.implementation)
+    call = part(call, 0, 0)
+    on_grid = GridTensors(query, query, value, rel_h, rel_w, call.dropout_seed, call.dropout_origins)
+    out = grid_attention(on_grid, GridSpec(0.3, DROPOUT_P), IMPLEMENTATIONS[tiled.implementation])
     (d_value,) = torch.autograd.grad(out, value, identity)
     assert torch.equal(out != 0, whole_mask(0, 0)) and torch.equal(d_value.mT != 0, whole_mask(0, 0))
 
@@ -113,7 +135,7 @@ def test_wide_tables(tiled: Way) -> None:
     results = []
     for dtype in (torch.float16, torch.float32):
         leaves: dict[str, Any] = {name: getattr(call, name).to(dtype).requires_grad_() for name in TABLES}
-        out, _ = attend_resolved(call._replace(**leaves), spec, tiled.implementation)
+        out, _ = relative_attention(call._replace(**leaves), spec, IMPLEMENTATIONS[tiled.implementation])
         results.append([out.detach(), *torch.autograd.grad(out, list(leaves.values()), inputs.d_out)])
     assert all(wide.dtype == torch.float32 for wide in results[1][1:])
     for narrow, wide in zip(*results, strict=True):
@@ -130,7 +152,7 @@ def test_lengths_beyond_the_keys_are_limited(num_rows: int | None, way: Way) -> 
         leaves: dict[str, Any] = {name: getattr(call, name) for name in ("query", "key", "value", "rel_key")}
         leaves = {name: each.clone().requires_grad_() for name, each in leaves.items() if each is not None}
         limited = call._replace(key_lengths=torch.tensor(lengths), **leaves)
-        out, lse = attend_resolved(limited, spec, way.implementation)
+        out, lse = relative_attention(limited, spec, IMPLEMENTATIONS[way.implementation])
         return [out, lse, *torch.autograd.grad((out, lse), list(leaves.values()), (inputs.d_out, inputs.d_lse))]
 
     for result, expected in zip(results(1000, -7), results(21, 0), strict=True):

@@ -7,10 +7,12 @@ out alone the gradients of values are sums of P dO.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from tests.check import WAYS, Way, environment, function_of
+from tests.check import WAYS, Way, environment, public_function
 from tests.conftest import INTERPRETED
 from tests.expected import exact
 from tests.samples import Sample
@@ -23,20 +25,16 @@ QUERIES = Sample(num_queries=TERMS, num_keys=1, cotangents="lse", scale=2.0**-6,
 MANY = Sample(batch=60, num_queries=4, num_keys=4, positions=(-3, 3, "clamp"), scale=2.0**-6, dtype="float16")
 
 
-def of(sample: Sample, *wanted: str, **fields: object) -> Sample:
-    return Sample(**{**vars(sample), "requires_grad": wanted, **fields})  # type: ignore[arg-type]
-
-
 SUMS = {
-    "out": of(KEYS, cotangents="out", tables=()),
-    "d_query": of(KEYS, "query", positions=(-1, TERMS - 1, "clamp")),
-    "d_rel_query": of(KEYS, "rel_query", rel_width=16, positions=(-1, TERMS - 1, "clamp")),
-    "d_key": of(QUERIES, "key"),
-    "d_value": of(QUERIES, "value", cotangents="out"),
-    "d_rel_key": of(MANY, "rel_key", cotangents="lse", tables=("rel_key",)),
-    "d_rel_bias": of(MANY, "rel_bias", cotangents="lse", tables=("rel_bias",)),
-    "d_rel_p2c": of(MANY, "rel_p2c", cotangents="lse", tables=("rel_p2c",)),
-    "d_rel_value": of(MANY, "rel_value", cotangents="out", tables=("rel_value",)),
+    "out": replace(KEYS, requires_grad=(), cotangents="out", tables=()),
+    "d_query": replace(KEYS, requires_grad=("query",), positions=(-1, TERMS - 1, "clamp")),
+    "d_rel_query": replace(KEYS, requires_grad=("rel_query",), rel_width=16, positions=(-1, TERMS - 1, "clamp")),
+    "d_key": replace(QUERIES, requires_grad=("key",)),
+    "d_value": replace(QUERIES, requires_grad=("value",), cotangents="out"),
+    "d_rel_key": replace(MANY, requires_grad=("rel_key",), cotangents="lse", tables=("rel_key",)),
+    "d_rel_bias": replace(MANY, requires_grad=("rel_bias",), cotangents="lse", tables=("rel_bias",)),
+    "d_rel_p2c": replace(MANY, requires_grad=("rel_p2c",), cotangents="lse", tables=("rel_p2c",)),
+    "d_rel_value": replace(MANY, requires_grad=("rel_value",), cotangents="out", tables=("rel_value",)),
 }
 
 
@@ -48,13 +46,13 @@ RUNS = [pytest.param(name, marks=pytest.mark.thorough if name in SLOW else ()) f
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("way", [way for way in WAYS if way.small], ids=str)
 def test_sums_are_rounded_once(way: Way, name: str, dtype: str) -> None:
-    sample = of(SUMS[name], *SUMS[name].requires_grad, dtype=dtype)
+    sample = replace(SUMS[name], dtype=dtype)
     call = {key: 1 + value.abs() / 8 if isinstance(value, torch.Tensor) else value for key, value in sample.call().items()}
     cotangent = 1 + sample.numbers(f"d_{sample.cotangents}", dtype=torch.float32).abs() / 8
     wanted = name.removeprefix("d_")
     leaf = call[wanted].requires_grad_() if wanted in call else None
     with environment(sample, way):
-        results = dict(zip(("out", "lse"), function_of(sample)(**call, implementation=way.implementation), strict=True))
+        results = dict(zip(("out", "lse"), public_function(sample)(**call, implementation=way.implementation), strict=True))
         result = results[sample.cotangents]
         if leaf is not None:
             (found,) = torch.autograd.grad(result, leaf, cotangent.to(result.dtype))

@@ -120,7 +120,7 @@ class Fault:
     def stages(self) -> list[tuple[str, ...]]:
         """Tests that share a process, in the order in which they run."""
         first = [self.tests] if self.tests else []
-        return first + [tuple(folders.split()) for folders in self.folders or (folder_of(self.tests[0]),)]
+        return first + [tuple(folders.split()) for folders in self.folders or (test_folder(self.tests[0]),)]
 
     def changed(self, root: Path) -> dict[str, str]:
         """The files of the repository at root that the fault changes, by name, with the fault.
@@ -138,6 +138,6 @@ class Fault:
             (root / file).write_text(text)
 
 
-def folder_of(test: str) -> str:
+def test_folder(test: str) -> str:
     """The folder of a test, two levels deep: tests of one folder share a process."""
     return "/".join(test.split("/")[:2])

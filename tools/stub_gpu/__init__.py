@@ -161,14 +161,14 @@ def number(kind: str, value: Any) -> float:
     """Return what a parameter has to be: a pointer, or the value in its type."""
     if kind.startswith("*"):
         return int(value.data_ptr())
-    of_type: float = struct.unpack(FORMATS[kind], struct.pack(FORMATS[kind], value))[0]
-    return of_type
+    rounded: float = struct.unpack(FORMATS[kind], struct.pack(FORMATS[kind], value))[0]
+    return rounded
 
 
 def stored(kind: str, address: int) -> float:
     """Return the value of a parameter in memory."""
-    of_type = "Q" if kind.startswith("*") else FORMATS[kind]
-    value: float = struct.unpack(of_type, ctypes.string_at(address, struct.calcsize(of_type)))[0]
+    layout = "Q" if kind.startswith("*") else FORMATS[kind]
+    value: float = struct.unpack(layout, ctypes.string_at(address, struct.calcsize(layout)))[0]
     return value
 
 

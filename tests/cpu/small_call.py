@@ -1,0 +1,59 @@
+"""One small call, padded and packed, whose arguments tests change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.samples import with_different_strides
+from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen
+from triton_relattn.testing import make_inputs
+
+zeros, lengths, Positions = torch.zeros, torch.tensor, RelativePositions
+Changes = dict[str, Any]
+CAUSAL: Changes = {"is_causal": True}
+LAYOUT = ".transpose(1, 2) makes them (batch, heads, length, width)"
+
+
+def call(**changes: Any) -> Any:
+    """The operator on (B, H, Nq, Nk, D, Dv) = (2, 3, 5, 7, 8, 4), all strides different, with some arguments changed."""
+    inputs = with_different_strides(make_inputs(2, 3, 5, 7, 8, 4, num_rows=9, dtype=torch.float32, seed=0))
+    arguments = {"query": inputs.query, "key": inputs.key, "value": inputs.value, "rel_key": inputs.rel_key}
+    return fused_relative_attention(**{**arguments, **changes})
+
+
+def call_varlen(**changes: Any) -> Any:
+    """The packed operator on sequences of 2, 0 and 3 queries and 4, 1 and 2 keys, (Hq, Hk, D, Dv) = (3, 3, 8, 4)."""
+    inputs = make_inputs(1, 3, 5, 7, 8, 4, num_rows=9, dtype=torch.float32, seed=0)
+    arguments: Changes = {name: getattr(inputs, name)[0].transpose(0, 1) for name in ("query", "key", "value")}
+    arguments |= {"rel_key": inputs.rel_key, "max_seqlen_q": 3, "max_seqlen_k": 4}
+    arguments |= {"cu_seqlens_q": lengths([0, 2, 2, 5]), "cu_seqlens_k": lengths([0, 4, 5, 7], dtype=torch.int32)}
+    return fused_relative_attention_varlen(**{**arguments, **changes})
+
+
+def says(message: str, *parts: str) -> None:
+    """Assert that a message has all parts; " | " separates them."""
+    for part in " | ".join(parts).split(" | "):
+        assert part in message, f"{part!r} is not in {message!r}"
+
+
+def refused(function: Any, changes: Changes, error: type[Exception], parts: str) -> None:
+    with pytest.raises(error) as raised:
+        function(**changes)
+    says(str(raised.value), parts)
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return zeros(*shape, dtype=dtype, device="meta")
+
+
+def qkv(batch: int, heads: int, length: int, keys: int | None = None, heads_of_keys: int | None = None) -> Changes:
+    """Query, key and value of these sizes; (batch, length, heads, width) if heads and lengths are exchanged."""
+    keys, heads_of_keys = length if keys is None else keys, heads if heads_of_keys is None else heads_of_keys
+    return {
+        "query": zeros(batch, heads, length, 8),
+        "key": zeros(batch, heads_of_keys, keys, 8),
+        "value": zeros(batch, heads_of_keys, keys, 4),
+    }

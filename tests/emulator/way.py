@@ -1,0 +1,76 @@
+"""The package's kernels as compiled for a GPU, in the emulator of tools/emulator: one more way to compute a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from bench.compiled import selected_for
+from tests.check import Way
+from tests.samples import Sample
+from tools.emulator.device import Emulated, emulated
+from triton_relattn import _implementations
+from triton_relattn.kernels.config import selection
+from triton_relattn.kernels.config.selection import TileConfig
+
+
+@dataclass(frozen=True)
+class Emulator(Way):
+    """Kernels compiled for a GPU.
+
+    Attributes:
+        seed: draws the order in which warps take turns.
+        is_tf32: products of float32 inputs are in TF32.
+        tiles: configurations by the kernels' names, instead of the selected ones.
+        launches: those of the last call, with what was found in them.
+    """
+
+    implementation: str = "triton"
+    target: str = "sm_90"
+    seed: int = 0
+    is_tf32: bool = False
+    tiles: Mapping[str, TileConfig] = field(default_factory=dict)
+    launches: list[Emulated] = field(default_factory=list, compare=False)
+
+    def __str__(self) -> str:
+        return self.target
+
+    @property
+    def arithmetic(self) -> str:
+        return "tf32" if self.is_tf32 else "triton"
+
+    @property
+    def problems(self) -> list[str]:
+        """What the emulator found in the launches, a line each."""
+        unfinished = [f"{launch.name} did not end" for launch in self.launches if not launch.report.finished]
+        return [f"{launch.name}: {finding}" for launch in self.launches for finding in launch.report.errors] + unfinished
+
+    @contextmanager
+    def computing(self, sample: Sample) -> Iterator[None]:
+        """All calls are computed by kernels for the target.
+
+        Raises:
+            AssertionError: at the end, if the emulator found something.
+        """
+        select, precision = selection.select, torch.get_float32_matmul_precision()
+
+        def selected(kernel: str, *call: Any, **others: Any) -> TileConfig:
+            return self.tiles.get(kernel) or select(kernel, *call, **others)
+
+        with pytest.MonkeyPatch.context() as patch, selected_for(self.target), emulated(self.target, self.seed) as launches:
+            patch.setattr(_implementations, "choose_implementation", lambda *_: _implementations.TRITON)
+            patch.setattr(
+                selection, "select", lambda kernel, *call, **more: self.tiles.get(kernel) or select(kernel, *call, **more)
+            )
+            torch.set_float32_matmul_precision("high" if self.is_tf32 else "highest")
+            try:
+                yield
+            finally:
+                torch.set_float32_matmul_precision(precision)
+                self.launches[:] = launches
+        assert not self.problems, "\n".join(self.problems)
