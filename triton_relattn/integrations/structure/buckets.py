@@ -14,10 +14,10 @@ from torch import nn
 
 from ... import tables
 from ...positions import RelativePositions
-from ..operators import fused_relative_attention, join_heads, split_heads
+from ..operators import fused_relative_attention, join_heads
 from ..shadow import projections
 from .kind import ADDED, HIDDEN, SHOWN, Kind, Layout, Refused, padded, with_masks
-from .roles import assigned, is_table, own_parameters, words_of
+from .roles import assigned, is_table, own_parameters, split_words
 
 RETURNS_ITS_BIAS = (
     "it returns its bias (1, H, N, N) for other layers to add: layers can only be replaced together, which enable does for T5 of "
@@ -33,7 +33,7 @@ class BucketedBias(Kind):
     @classmethod
     def layouts(cls, module: nn.Module) -> Iterator[Layout]:
         sizes = projections(module)
-        embeddings = [name for name, child in module.named_children() if is_table(child) and "bias" in words_of(name)]
+        embeddings = [name for name, child in module.named_children() if is_table(child) and "bias" in split_words(name)]
         children = assigned(list(sizes), ("out", "query", "key", "value"))
         if len(embeddings) != 1 or children is None or own_parameters(module):
             return
@@ -67,7 +67,7 @@ class BucketedBias(Kind):
 
     def compute(self, module: Any, states: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         options = self.options
-        q, k, v = (split_heads(self.part(module, role)(states), options["width"]) for role in ("query", "key", "value"))
+        q, k, v = self.project(module, query=states, key=states, value=states)
         positions = RelativePositions(-options["furthest"], options["furthest"] if options["both"] else 0)
         distances = torch.arange(positions.first, positions.last + 1, device=q.device)
         buckets = tables.t5_buckets(distances, options["buckets"], options["furthest"], options["both"])

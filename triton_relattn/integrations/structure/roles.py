@@ -25,7 +25,7 @@ WORDS = {
 """The words that say which part an attribute plays, the clearest first."""
 
 
-def words_of(name: str) -> list[str]:
+def split_words(name: str) -> list[str]:
     """Return the words of a name, ``to_rel_k`` or ``toRelK``, in lower case."""
     return [each.lower() for each in re.findall(r"[A-Z]?[a-z]+|[A-Z]+|\d+", name)]
 
@@ -41,7 +41,7 @@ def assigned(names: Sequence[str], roles: Sequence[str]) -> dict[str, str] | Non
     remaining, found = list(names), {}
     for role in roles:
         for word in WORDS[role]:
-            matching = [name for name in remaining if word in words_of(name)]
+            matching = [name for name in remaining if word in split_words(name)]
             if len(matching) == 1:
                 found[role] = matching[0]
                 remaining.remove(matching[0])
@@ -60,7 +60,7 @@ def is_table(child: nn.Module) -> bool:
     return isinstance(child, nn.Embedding) and child.max_norm is None
 
 
-def weight_of(table: Any) -> Any:
+def table_weight(table: Any) -> Any:
     """Return the weight of an embedding, or a parameter itself."""
     return table.weight if isinstance(table, nn.Embedding) else table
 
@@ -105,7 +105,7 @@ def argument_roles(forward: Any, states: Sequence[str]) -> Iterator[dict[str, st
     named: dict[str, str] = {}
     unnamed = []
     for each in parameters:
-        words = set(words_of(each.name))
+        words = set(split_words(each.name))
         role = next((role for role, names in ARGUMENTS.items() if words & set(names)), "")
         if not role:
             unnamed.append(each)
