@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -140,6 +141,20 @@ def runs_the_operator(model: nn.Module, given: dict[str, Any]) -> bool:
     with Sizes() as seen:
         output(model, given)
     return seen.ours
+
+
+def assert_as_stock(module: nn.Module, *given: Any, is_ours: bool | None = None) -> None:
+    """A module computes what its stock class does, bit for bit if that class computes it. is_ours: whether the operator does."""
+    plain = copy.deepcopy(module)
+    disable(plain)
+    with Sizes() as sizes, torch.no_grad():
+        out = module(*given)
+    with torch.no_grad():
+        expected = plain(*given)
+    assert is_ours is None or sizes.ours == is_ours
+    if is_ours is False:
+        assert torch.equal(out, expected)
+    assert_near("out", out, expected)
 
 
 def results(model: nn.Module, given: dict[str, Any], counts: torch.Tensor | None = None, seed: int = 2) -> Results:
