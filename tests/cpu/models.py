@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import families
 from bench.families import FAMILIES
+from tests.cpu import stock
 from tests.tolerance import assert_near
 from triton_relattn.integrations.transformers import disable, enable
 from triton_relattn.testing import dropout_mask
@@ -26,6 +27,7 @@ WHOLE, PADDED = [LENGTH, LENGTH], [LENGTH, 22]
 SHARPER: dict[str, dict[str, Any]] = {"gemma4": {"attention_logit_cap": 3.0}}
 """What makes a family's attention easier to get wrong: a limit of the logits that is felt."""
 T5 = ("t5", "mt5", "umt5", "switch_transformers", "pop2piano", "pix2struct")
+WAVLM = ("wavlm", "wavlm_stable")
 CAUSAL = ("inkling", "bloom", "mpt", "falcon", "longt5", *T5)
 Results = dict[str, torch.Tensor]
 
@@ -35,6 +37,16 @@ def build(name: str, dtype: torch.dtype = torch.float32, layers: int = 2, **chan
     torch.manual_seed(0)
     model: nn.Module = FAMILIES[name].build(small=True, layers=layers, **{**SHARPER.get(name, {}), **changes})
     return in_dtype(varied(model), dtype)
+
+
+def subject(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, dict[str, Any]]:
+    """A model of a family, or "toy", of no library, and arguments, long enough that the operator is used."""
+    if name != "toy":
+        model = build(name, dtype)
+        return model, arguments(name, model, PADDED)
+    torch.manual_seed(0)
+    toy = nn.Sequential(*(stock.Block(stock.ShawAttention()) for _ in range(2)))
+    return toy.to(dtype).eval(), {"input": torch.randn(16, 128, 32, dtype=dtype)}
 
 
 def writer(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:

@@ -35,8 +35,8 @@ AREAS = {
     "__main__": "interpreter/test_check",
     "_distributed": "cpu/test_distributed",
     "_implementations": "cpu/test_validation operator/test_draws operator/test_edges cpu/test_blockwise",
-    "integrations": "cpu/test_structure cpu/test_enable",
-    "integrations/transformers": "cpu/test_families cpu/test_decoding cpu/test_enable",
+    "integrations": "cpu/test_structure cpu/test_refusals cpu/test_enable",
+    "integrations/transformers": "cpu/test_families cpu/test_decoding cpu/test_enabled",
     "kernels": "operator/test_sweeps operator/test_sums operator/test_draws operator/test_edges interpreter/test_tiles "
     "interpreter/test_features interpreter/test_calls interpreter/test_key_terms",
     "kernels/bwd_dq": "operator/test_draws interpreter/test_calls",
