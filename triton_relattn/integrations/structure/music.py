@@ -44,9 +44,9 @@ class PastRows(Kind):
                 return
             roles, clips, width = {**children, "rel_key": tables[0]}, True, channels // heads
         else:
-            joint = [name for name, each in own.items() if each.dim() == 2 and each.shape[0] == 3 * each.shape[1]]
-            others = [name for name, each in own.items() if each.dim() == 2 and name not in joint]
-            biases = [name for name, each in own.items() if each.dim() == 1]
+            joint = [name for name, weight in own.items() if weight.dim() == 2 and weight.shape[0] == 3 * weight.shape[1]]
+            others = [name for name, weight in own.items() if weight.dim() == 2 and name not in joint]
+            biases = [name for name, weight in own.items() if weight.dim() == 1]
             if len(sizes) != 1 or len(joint) != 1 or len(others) != 1 or len(biases) > 1 or len(own) != 2 + len(biases):
                 return
             (out,) = sizes
