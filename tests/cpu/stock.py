@@ -105,7 +105,8 @@ class ConformerAttention(nn.Module):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pos_embedding: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        return self.attend(*self.project(query, key, value), pos_embedding, mask)
+        q, k, v = self.project(query, key, value)
+        return self.attend(q, k, v, pos_embedding, mask)
 
 
 class CachedConformerAttention(ConformerAttention):

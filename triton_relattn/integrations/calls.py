@@ -61,12 +61,12 @@ class Calls:
         self.is_checked, self.name, self.compared = is_checked, name, compared or Compared()
         self.counts: dict[Any, int] = {}
         self.versions: list[tuple[int, int]] | None = None  # of the buffers
-        self.changes = self.inside = 0
-        self.around: list[Any] = []  # references to the modules that pass masks on to this one
+        self.changes = self.running = 0
+        self.encoders: list[Any] = []  # references to the modules that pass masks on to this one
 
     def changed(self) -> None:
         """Compare the next calls, whatever their kinds: an attribute of the module was set, not by its own forward."""
-        if not self.inside:
+        if not self.running:
             self.counts.clear()
 
     def __deepcopy__(self, memo: Any) -> Calls:

@@ -148,7 +148,7 @@ class Replacement:
             is_ours = given is not None and self.is_served(module, given)
             return self.run(module, given) if is_ours else self.by_stock(module, args, kwargs)  # type: ignore[arg-type]
         record = calls.record(module)
-        record.inside += 1
+        record.running += 1
         try:
             if given is not None:
                 pairs = int(self.ours.pairs(module, **_accepted(given, self.pairs_takes)))
@@ -164,7 +164,7 @@ class Replacement:
                     )
             return self.by_stock(module, args, kwargs)
         finally:
-            record.inside -= 1
+            record.running -= 1
 
     def by_stock(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute a call by the stock forward."""
@@ -239,14 +239,14 @@ class PassesOn:
         super().__setstate__(state)  # type: ignore[misc]
         for module in self.modules():
             if getattr(module, "passes_on", False):
-                surround(module, self.modules())
+                link_encoder(module, self.modules())
 
 
-def surround(passing: nn.Module, modules: Iterable[nn.Module]) -> None:
+def link_encoder(encoder: nn.Module, modules: Iterable[nn.Module]) -> None:
     """Have attention among modules know what passes small masks on to it."""
     for module in modules:
         if (record := vars(module).get(CALLS)) is not None and not getattr(module, "passes_on", False):
-            record.around.append(weakref.ref(passing))
+            record.encoders.append(weakref.ref(encoder))
 
 
 def stock_class(module: nn.Module) -> type[nn.Module] | None:
@@ -270,7 +270,7 @@ def change_classes(classes: dict[str, type], modules: dict[str, nn.Module], chec
                 module.on_enable()
         for module in changed:
             if getattr(module, "passes_on", False):
-                surround(module, module.modules() if isinstance(module, PassesOn) else changed)
+                link_encoder(module, module.modules() if isinstance(module, PassesOn) else changed)
     except BaseException:
         for module in changed:
             restore(module)
@@ -284,7 +284,7 @@ def restore(module: nn.Module) -> None:
         return
     if isinstance(module, PassesOn):
         module.on_disable()
-    for reference in getattr(vars(module).pop(CALLS, None), "around", ()):
+    for reference in getattr(vars(module).pop(CALLS, None), "encoders", ()):
         if (encoder := reference()) is not None:
             restore(encoder)
     mark = "stock_class" if isinstance(module, PassesOn) else ATTRIBUTE  # of our class
