@@ -186,7 +186,7 @@ def padded(batch: int, length: int) -> torch.Tensor:
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "h", "heads")
 
 
-def num_heads(module: Any) -> int:
+def num_heads(module: Any, default: int = 1) -> int:
     """Return the number of heads of an attention module, as it or its config has it."""
     counts = (getattr(owner, name, None) for owner in (module, getattr(module, "config", None)) for name in HEADS)
-    return next((count for count in counts if isinstance(count, int)), 1)
+    return next((count for count in counts if isinstance(count, int)), default)

@@ -16,7 +16,7 @@ from ... import tables
 from ...positions import RelativePositions
 from ..operators import fused_relative_attention, join_heads
 from ..shadow import projections
-from .kind import ADDED, HIDDEN, SHOWN, Kind, Layout, Refused, padded, with_masks
+from .kind import ADDED, HIDDEN, SHOWN, Kind, Layout, Refused, with_masks
 from .roles import assigned, is_table, own_parameters, split_words
 
 RETURNS_ITS_BIAS = (
@@ -29,6 +29,7 @@ class BucketedBias(Kind):
     """scale * q_i . k_j + b[bucket(j - i)]; b, an embedding of a number for each bucket and head; scale 1 or 1 / sqrt(D)."""
 
     title = "a bias by bucket of the distance (T5)"
+    mask_dims = 4
 
     @classmethod
     def layouts(cls, module: nn.Module) -> Iterator[Layout]:
@@ -57,10 +58,6 @@ class BucketedBias(Kind):
 
     def states(self, batch: int, length: int) -> torch.Tensor:
         return 0.3 * super().states(batch, length)
-
-    def masks(self, batch: int, length: int) -> Iterator[tuple[str, torch.Tensor | None]]:
-        yield "", None
-        yield " with padding", self.stock_mask(padded(batch, length)[:, None, None])
 
     def accepts(self, module: Any, states: torch.Tensor, mask: torch.Tensor | None = None) -> bool:
         return states.dim() == 3 and (mask is None or mask.dim() == 4)

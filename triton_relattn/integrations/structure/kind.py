@@ -64,6 +64,8 @@ class Kind:
     """
 
     title: ClassVar[str]
+    mask_dims: ClassVar[int] = 2
+    """The dimensions of a mask of padding, (B, N), (B, 1, N) or (B, 1, 1, N)."""
     fewest = FEWEST
     small = constants = ()
     passes_on = lacks_weights = False
@@ -120,6 +122,8 @@ class Kind:
     def masks(self, batch: int, length: int) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Yield masks of the stock module, each with its name: the one for a count of memory first."""
         yield "", None
+        real = padded(batch, length)
+        yield " with padding", self.stock_mask(real.view(batch, *(1,) * (self.mask_dims - 2), length))
 
     def stock_mask(self, visible: torch.Tensor) -> torch.Tensor:
         """Return the mask of the stock module for what queries see, bool."""

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from ...positions import RelativePositions
+from ..in_place import num_heads
 from ..operators import fused_relative_attention, join_heads, split_heads
 from ..shadow import projections
 from .kind import ADDED, HIDDEN, LOW, SHOWN, Kind, Layout
@@ -39,7 +40,7 @@ class PastRows(Kind):
         children = assigned(list(sizes), ("out", "query", "key", "value"))
         if children is not None and len(tables) == 1 and not own:
             channels = sizes[children["query"]][1]
-            heads = getattr(module, "num_heads", getattr(module, "n_heads", getattr(module, "heads", 0)))
+            heads = num_heads(module, 0)
             if getattr(module, tables[0]).weight.shape[1] != channels or not heads or channels % heads:
                 return
             roles, clips, width = {**children, "rel_key": tables[0]}, True, channels // heads

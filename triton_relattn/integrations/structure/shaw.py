@@ -15,7 +15,7 @@ from torch import nn
 from ...positions import RelativePositions
 from ..operators import fused_relative_attention, join_heads
 from ..shadow import projections
-from .kind import HIDDEN, SHOWN, Kind, Layout, padded, with_masks
+from .kind import HIDDEN, SHOWN, Kind, Layout, with_masks
 from .roles import assigned, is_table, own_parameters, table_weight
 
 
@@ -52,10 +52,6 @@ class ClippedDistances(Kind):
         clipped = len(table_weight(self.part(module, "rel_key"))) // 2
         longest = [(2, clipped + 7), (1, 130)] if clipped < 256 else [(2, 61), (1, 130), (1, clipped + 9)]
         return (2, 11), (1, 5), *longest
-
-    def masks(self, batch: int, length: int) -> Iterator[tuple[str, torch.Tensor | None]]:
-        yield "", None
-        yield " with padding", self.stock_mask(padded(batch, length))
 
     def accepts(self, module: Any, states: torch.Tensor, mask: torch.Tensor | None = None) -> bool:
         table = self.part(module, "rel_key")

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ...positions import RelativePositions
+from ..in_place import num_heads
 from ..operators import fused_relative_attention, join_heads
 from ..shadow import projections
 from .kind import HIDDEN, SHOWN, Kind, Layout, padded, with_masks
@@ -41,7 +42,7 @@ class WindowedVectors(Kind):
         table_roles = assigned(tables, ("rel_key", "rel_value")) if tables else {}
         if children is None or table_roles is None:
             return
-        heads = getattr(module, "n_heads", getattr(module, "num_heads", 0))
+        heads = num_heads(module, 0)
         channels = sizes[children["query"]][1]
         width = own[tables[0]].shape[2] if tables else channels // heads if heads else 0
         if not width or channels % width or any(own[name].shape != own[tables[0]].shape for name in tables):
