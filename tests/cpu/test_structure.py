@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tests.cpu import stock
-from tests.cpu.models import Results, Sizes, assert_as_stock, assert_same, operators_dropout
+from tests.cpu.models import Sizes, assert_as_stock, assert_same, computed, operators_dropout
 from tests.cpu.stock import Altered, ShawAttention
 from tests.tolerance import assert_near
 from triton_relattn import __main__ as command
@@ -90,35 +90,22 @@ def counted(name: str) -> torch.Tensor | None:
     return padding()[:, None] if name == "vits" else None
 
 
-def computed(module: nn.Module, given: tuple[Any, ...], counts: torch.Tensor | None = None) -> Results:
-    """The output, and gradients of inputs and parameters."""
-    is_leaf = [isinstance(value, torch.Tensor) and value.dtype == torch.float64 for value in given]  # masks are none
-    leaves = [value.detach().requires_grad_() if leaf else value for value, leaf in zip(given, is_leaf, strict=True)]
-    out = module(*leaves)
-    out = out[0] if isinstance(out, tuple) else out
-    out = out if counts is None else out.where(counts, 0.0)
-    found = {**dict(module.named_parameters()), **{f"input {n}": leaf for n, leaf in enumerate(leaves) if is_leaf[n]}}
-    d_out = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
-    gradients = torch.autograd.grad(out, list(found.values()), d_out, allow_unused=True, materialize_grads=True)
-    return {"out": out.detach(), **dict(zip(found, gradients, strict=True))}
-
-
 @pytest.mark.parametrize("name", EQUAL)
 def test_equal_modules_are_replaced(name: str) -> None:
     """Outputs and gradients are equal, no tensor is for all pairs, weights may be loaded, and disable undoes it."""
     module, given = made(name)
     stock_class, counts = type(module), counted(name)
     with Sizes() as dense:
-        expected = computed(module, given, counts)
+        expected = computed(module, nn.Module.__call__, *given, counts=counts)
     model = nn.ModuleDict({"block": module})
     report = enable(model)
     assert dict(report) == {"block": stock_class.__name__} and not report.left
     assert isinstance(module, stock_class) and type(module) is not stock_class
     module.load_state_dict({key: value.clone() for key, value in module.state_dict().items()})
-    computed(module, given, counts)  # the first call is compared with the stock class's
-    computed(module, given, counts)
+    computed(module, nn.Module.__call__, *given, counts=counts)  # the first call is compared with the stock class's
+    computed(module, nn.Module.__call__, *given, counts=counts)
     with Sizes() as sizes:
-        ours = computed(module, given, counts)
+        ours = computed(module, nn.Module.__call__, *given, counts=counts)
     assert report.calls().compared == 2 and not report.calls().differing
     assert_same(ours, expected)
     pairs = GRID[0] * GRID[1] if name == "sam" else LENGTH
@@ -138,12 +125,10 @@ def test_dropout(name: str) -> None:
     if name == "enformer":
         module.pos_dropout.p = 0.0
     with operators_dropout(module.heads):
-        torch.manual_seed(5)
-        expected = computed(module, given, counted(name))
+        expected = computed(module, nn.Module.__call__, *given, counts=counted(name))
     enable(module)
-    torch.manual_seed(5)
     with Sizes() as sizes:
-        ours = computed(module, given, counted(name))
+        ours = computed(module, nn.Module.__call__, *given, counts=counted(name))
     assert sizes.ours
     assert_same(ours, expected)
 
