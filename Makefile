@@ -81,7 +81,7 @@ COMPILED := tests/compile/test_features.py tests/compile/test_launching.py tests
 models-oldest: setup ## the models of transformers with its oldest supported version (50 MB)
 	$(BIN)/pip install --quiet --no-deps --upgrade --target .transformers-oldest \
 		$(shell grep ^transformers== constraints-oldest.txt)
-	PYTHONPATH=.transformers-oldest $(PYTEST) tests/cpu/test_families.py tests/cpu/test_decoding.py tests/cpu/test_enable.py -m $(QUICK)
+	PYTHONPATH=.transformers-oldest $(PYTEST) tests/cpu/test_families.py tests/cpu/test_decoding.py tests/cpu/test_enable*.py -m $(QUICK)
 
 # All that is newest: torch, triton and transformers of constraints-newest.txt, in .venv-newest; this torch comes with CUDA.
 test-newest: ## all tests with the newest torch, triton and transformers, in .venv-newest (6 GB)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from triton_relattn.integrations.replacement import with_names
+from triton_relattn.integrations.libraries import with_globals
 
 
 def one_parakeet_attention(config: Any) -> nn.Module:
@@ -53,7 +53,7 @@ def around_inkling(config: Any) -> nn.Module:
     whole = InklingConfig(text_config=config.to_dict(), audio_config=audio)
     whole._attn_implementation, whole.vocab_size = config._attn_implementation, config.vocab_size
     model: nn.Module = inkling.InklingModel.__new__(inkling.InklingModel)
-    with_names(inkling.InklingModel.__init__, InklingVisionModel=lambda _: nn.Identity())(model, whole)
+    with_globals(inkling.InklingModel.__init__, InklingVisionModel=lambda _: nn.Identity())(model, whole)
     return model
 
 

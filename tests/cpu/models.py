@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import families
 from bench.families import FAMILIES
+from tests.cpu import stock
 from tests.tolerance import assert_near
+from triton_relattn.integrations.isolation import Promoted
 from triton_relattn.integrations.transformers import disable, enable
 from triton_relattn.testing import dropout_mask
 
@@ -25,6 +28,7 @@ WHOLE, PADDED = [LENGTH, LENGTH], [LENGTH, 22]
 SHARPER: dict[str, dict[str, Any]] = {"gemma4": {"attention_logit_cap": 3.0}}
 """What makes a family's attention easier to get wrong: a limit of the logits that is felt."""
 T5 = ("t5", "mt5", "umt5", "switch_transformers", "pop2piano", "pix2struct")
+WAVLM = ("wavlm", "wavlm_stable")
 CAUSAL = ("inkling", "bloom", "mpt", "falcon", "longt5", *T5)
 Results = dict[str, torch.Tensor]
 
@@ -34,6 +38,16 @@ def build(name: str, dtype: torch.dtype = torch.float32, layers: int = 2, **chan
     torch.manual_seed(0)
     model: nn.Module = FAMILIES[name].build(small=True, layers=layers, **{**SHARPER.get(name, {}), **changes})
     return in_dtype(varied(model), dtype)
+
+
+def subject(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, dict[str, Any]]:
+    """A model of a family, or "toy", of no library, and arguments, long enough that the operator is used."""
+    if name != "toy":
+        model = build(name, dtype)
+        return model, arguments(name, model, PADDED)
+    torch.manual_seed(0)
+    toy = nn.Sequential(*(stock.Block(stock.ShawAttention()) for _ in range(2)))
+    return toy.to(dtype).eval(), {"input": torch.randn(16, 128, 32, dtype=dtype)}
 
 
 def writer(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
@@ -48,11 +62,11 @@ def writer(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any
 def in_dtype(model: nn.Module, dtype: torch.dtype) -> Any:
     """The model with its parameters in dtype, except those that transformers keeps in float32."""
     model.to(dtype)
-    kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    in_float32 = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     if dtype.itemsize < 4:
-        for name, each in (*model.named_parameters(), *model.named_buffers()):
-            if any(part in name for part in kept) and each.is_floating_point():
-                each.data = each.data.float()
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if any(part in name for part in in_float32) and tensor.is_floating_point():
+                tensor.data = tensor.data.float()
     return model
 
 
@@ -137,9 +151,23 @@ class Sizes(TorchDispatchMode):
 
 
 def runs_the_operator(model: nn.Module, given: dict[str, Any]) -> bool:
-    with Sizes() as seen:
+    with Sizes() as sizes:
         output(model, given)
-    return seen.ours
+    return sizes.ours
+
+
+def assert_as_stock(module: nn.Module, *given: Any, is_ours: bool | None = None) -> None:
+    """A module computes what its stock class does, bit for bit if that class computes it. is_ours: whether the operator does."""
+    plain = copy.deepcopy(module)
+    disable(plain)
+    with Sizes() as sizes, torch.no_grad():
+        out = module(*given)
+    with torch.no_grad():
+        expected = plain(*given)
+    assert is_ours is None or sizes.ours == is_ours
+    if is_ours is False:
+        assert torch.equal(out, expected)
+    assert_near("out", out, expected)
 
 
 def results(model: nn.Module, given: dict[str, Any], counts: torch.Tensor | None = None, seed: int = 2) -> Results:
@@ -158,13 +186,44 @@ def results(model: nn.Module, given: dict[str, Any], counts: torch.Tensor | None
     return {"out": counted(out.detach(), counts), **gradients}
 
 
+def parts(model: Any) -> list[nn.Module]:
+    """The module, or those that an object holds, as a pipeline does."""
+    if isinstance(model, nn.Module):
+        return [model]
+    values = {**vars(model), **getattr(model, "components", {})}.values()
+    return [value for value in values if isinstance(value, nn.Module)]
+
+
+def computed(model: Any, run: Callable[..., Any], *given: Any, counts: torch.Tensor | None = None) -> Results:
+    """The output of run(model, *given) in float64, and the gradients of arguments and parameters, if it has any."""
+    leaves = [value.detach().requires_grad_() if is_number(value) else value for value in given]
+    with Promoted():
+        torch.manual_seed(3)
+        out = run(model, *leaves)
+        out = out[0] if isinstance(out, tuple) else out
+        if not out.requires_grad:
+            return {"out": out}
+        found: Results = {f"input {n}": leaf for n, leaf in enumerate(leaves) if is_number(leaf)}
+        for n, part in enumerate(parts(model)):
+            found |= {f"{n}.{name}": weight for name, weight in part.named_parameters() if weight.requires_grad}
+        out = out if counts is None else out.where(counts, 0.0)
+        d_out = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
+        gradients = torch.autograd.grad(out, list(found.values()), d_out, allow_unused=True, materialize_grads=True)
+    return {"out": out.detach(), **dict(zip(found, gradients, strict=True))}
+
+
+def is_number(value: Any) -> bool:
+    """Whether an argument is no mask."""
+    return isinstance(value, torch.Tensor) and value.dtype == torch.float64
+
+
 def both(model: nn.Module, given: dict[str, Any], counts: torch.Tensor | None = None) -> tuple[Results, Results]:
     """Results of the enabled model, which runs the operator, and of the stock one, which it is again afterwards."""
     stock = results(model, given, counts)
     assert enable(model)
-    with Sizes() as seen:
+    with Sizes() as sizes:
         ours = results(model, given, counts)
-    assert seen.ours
+    assert sizes.ours
     disable(model)
     return ours, stock
 

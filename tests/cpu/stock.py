@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 import triton_relattn
 
 
-def heads_of(states: torch.Tensor, heads: int) -> torch.Tensor:
+def split_heads(states: torch.Tensor, heads: int) -> torch.Tensor:
     return states.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
@@ -46,7 +47,7 @@ class SpeechBlock(nn.Module):
 
     def forward(self, signal: torch.Tensor, memory: torch.Tensor, m: torch.Tensor | None = None) -> torch.Tensor:
         query, key, value = (
-            heads_of(each.mT, self.heads) for each in (self.to_query(signal), self.to_key(memory), self.to_value(memory))
+            split_heads(each.mT, self.heads) for each in (self.to_query(signal), self.to_key(memory), self.to_value(memory))
         )
         length = query.shape[2]
         distance = torch.arange(length) - torch.arange(length)[:, None]
@@ -77,20 +78,22 @@ class ConformerAttention(nn.Module):
         self.u_bias, self.v_bias = (nn.Parameter(torch.randn(heads, width // heads)) for _ in range(2))
         self.dropout = nn.Dropout(drop)
 
-    def shifted(self, rows: torch.Tensor) -> torch.Tensor:
+    def shifted(self, rows: torch.Tensor, keys: int) -> torch.Tensor:
         batch, heads, length, count = rows.shape
         padded = F.pad(rows, (1, 0)).view(batch, heads, count + 1, length)
-        scores = padded[:, :, 1:].reshape(batch, heads, length, count)
-        scores = scores if self.legacy else scores[..., :length]
+        scores = padded[:, :, 1:].reshape(batch, heads, length, count)[..., :keys]
         return scores.tril() if self.past else scores
 
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pos_embedding: torch.Tensor, mask: torch.Tensor | None
+    def project(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        pairs = (self.q_proj, query), (self.k_proj, key), (self.v_proj, value)
+        return tuple(split_heads(projection(states), self.heads) for projection, states in pairs)
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos_embedding: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        q, k, v = (heads_of(each, self.heads) for each in (self.q_proj(query), self.k_proj(key), self.v_proj(value)))
-        p = heads_of(self.pos_proj(pos_embedding), self.heads)
-        content = (q + self.u_bias[:, None]) @ k.mT
-        scores = (content + self.shifted((q + self.v_bias[:, None]) @ p.mT)) / math.sqrt(q.shape[-1])
+        p = split_heads(self.pos_proj(pos_embedding), self.heads)
+        term = self.shifted((q + self.v_bias[:, None]) @ p.mT, k.shape[2])
+        scores = ((q + self.u_bias[:, None]) @ k.mT + term) / math.sqrt(q.shape[-1])
         hidden = None if mask is None else mask[:, None] if self.hides else mask[:, None] == 0
         if hidden is not None:
             scores = scores.masked_fill(hidden, -1e30)
@@ -98,6 +101,30 @@ class ConformerAttention(nn.Module):
         if hidden is not None:
             weights = weights.masked_fill(hidden, 0.0)
         return self.out_proj((self.dropout(weights) @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pos_embedding: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        q, k, v = self.project(query, key, value)
+        return self.attend(q, k, v, pos_embedding, mask)
+
+
+class CachedConformerAttention(ConformerAttention):
+    """The same with a cache (1, H, cached keys, 2D), as wenet's descendants have it; it returns the next one."""
+
+    def forward(self, query, key, value, pos_embedding, mask, cache=None):  # type: ignore[no-untyped-def]
+        q, k, v = self.project(query, key, value)
+        if cache is not None and cache.numel() > 0:
+            k, v = (torch.cat((past, own), 2) for past, own in zip(cache.chunk(2, -1), (k, v), strict=True))
+        return self.attend(q, k, v, pos_embedding, mask), torch.cat((k, v), -1)
+
+
+class RowsPerSequence(ConformerAttention):
+    """The same, where position embeddings have as many rows as there are sequences."""
+
+    def forward(self, query, key, value, pos_embedding, mask):  # type: ignore[no-untyped-def]
+        assert len(pos_embedding) == len(query)
+        return super().forward(query, key, value, pos_embedding, mask)
 
 
 class GridAttention(nn.Module):
@@ -150,7 +177,7 @@ class ShawAttention(nn.Module):
             self.distances = nn.Embedding(2 * furthest + 1, width // heads)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        q, k, v = (heads_of(each(x), self.heads) for each in (self.wq, self.wk, self.wv))
+        q, k, v = (split_heads(project(x), self.heads) for project in (self.wq, self.wk, self.wv))
         place = torch.arange(x.shape[1])
         distance = place[:, None] - place if not self.past_first else place - place[:, None]
         row = distance.clamp(-self.furthest, self.furthest) + self.furthest
@@ -161,6 +188,36 @@ class ShawAttention(nn.Module):
         if mask is not None:
             scores = scores.masked_fill(~mask[:, None, None], torch.finfo(scores.dtype).min)
         return self.wo((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class Altered(ShawAttention):
+    """Shaw's attention whose result is change(module, out, x, mask)."""
+
+    def __init__(self, change: Callable[..., Any], **settings: Any) -> None:
+        super().__init__(**settings)
+        self.change = change
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
+        return self.change(self, super().forward(x, mask), x, mask)
+
+
+class StepByStep(ShawAttention):
+    """Shaw's attention in steps that are functions (module, tensor): of the scores, and of the weights."""
+
+    def __init__(
+        self, scores: Callable[..., Any] = lambda _, scores: scores, weights: Callable[..., Any] = lambda _, weights: weights
+    ) -> None:
+        super().__init__()
+        self.change_scores, self.change_weights, self.p = scores, weights, 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        q, k, v = (split_heads(project(x), self.heads) for project in (self.wq, self.wk, self.wv))
+        position = torch.arange(x.shape[1])
+        row = (position[:, None] - position).clamp(-self.furthest, self.furthest) + self.furthest
+        term = torch.einsum("bhid,ijd->bhij", q, self.distances(row))
+        weights = self.change_scores(self, q.shape[-1] ** -0.5 * (q @ k.mT + term)).softmax(-1)
+        weights = F.dropout(self.change_weights(self, weights), self.p, self.training)
+        return self.wo((weights @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
 class FeatureAttention(nn.Module):
@@ -176,11 +233,11 @@ class FeatureAttention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         length = x.shape[1]
-        q, k, v = (heads_of(each(x), self.heads) for each in (self.to_q, self.to_k, self.to_v))
+        q, k, v = (split_heads(project(x), self.heads) for project in (self.to_q, self.to_k, self.to_v))
         q = q * 8**-0.5
         distances = torch.arange(1 - length, length, device=x.device)[:, None]
         features = torch.exp(-distances.abs() / torch.arange(1.0, self.features + 1)) * (1 + distances.sign() / 3)
-        rows = heads_of(self.to_rel_k(self.pos_dropout(features.to(x)))[None], self.heads)
+        rows = split_heads(self.to_rel_k(self.pos_dropout(features.to(x)))[None], self.heads)
         term = by_distance((q + self.rel_pos_bias) @ rows.mT, 1 - length)
         weights = self.attn_dropout(((q + self.rel_content_bias) @ k.mT + term).softmax(-1))
         return self.to_out((weights @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
@@ -196,7 +253,7 @@ class MusicAttention(nn.Module):
         self.E = nn.Embedding(rows, width)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        q, k, v = (heads_of(layer(each), self.num_heads) for layer, each in ((self.wq, q), (self.wk, k), (self.wv, v)))
+        q, k, v = (split_heads(layer(each), self.num_heads) for layer, each in ((self.wq, q), (self.wk, k), (self.wv, v)))
         length = q.shape[2]
         rows = self.E(torch.arange(self.most - length, self.most).clamp(min=0))
         terms = skewed(q @ rows.unflatten(-1, (self.num_heads, -1)).transpose(0, 1).mT)
@@ -226,7 +283,7 @@ class JointMusicAttention(nn.Module):
         attn_mask: torch.Tensor | None = None,
     ) -> Any:
         parts = zip((query, key, value), self.in_proj_weight.chunk(3), self.in_proj_bias.chunk(3), strict=True)
-        q, k, v = (heads_of(F.linear(*each).transpose(0, 1), self.num_heads) for each in parts)
+        q, k, v = (split_heads(F.linear(*each).transpose(0, 1), self.num_heads) for each in parts)
         length, q = q.shape[2], q * q.shape[-1] ** -0.5
         is_past = torch.ones(length, length, dtype=torch.bool).tril().flip(1)
         terms = skewed((q @ self.Er[len(self.Er) - length :].mT).where(is_past, 0.0))
@@ -265,7 +322,7 @@ class BucketAttention(nn.Module):
         return bucket + torch.where(distance < exact, distance, far)
 
     def forward(self, hidden_states: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        q, k, v = (heads_of(each(hidden_states), self.heads) for each in (self.q, self.k, self.v))
+        q, k, v = (split_heads(project(hidden_states), self.heads) for project in (self.q, self.k, self.v))
         scores = q @ k.mT + self.relative_attention_bias(self.buckets(q.shape[2])).permute(2, 0, 1)
         scores = scores if mask is None else scores + mask
         return self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]

@@ -207,10 +207,10 @@ MASKS = {
 TAKE_MASKS = [*SEQ2SEQ, "pix2struct", "inkling", "inkling2", "mpt"]  # BLOOM and Falcon take none
 
 
-def as_numbers(seen: torch.Tensor) -> torch.Tensor:
+def as_numbers(visible: torch.Tensor) -> torch.Tensor:
     """(2, 1, Nq, Nk), the lowest number where a key is hidden."""
     lowest = torch.finfo(torch.float64).min
-    return torch.zeros(2, 1, *seen.shape, dtype=torch.float64).masked_fill(~seen, lowest)
+    return torch.zeros(2, 1, *visible.shape, dtype=torch.float64).masked_fill(~visible, lowest)
 
 
 @pytest.mark.parametrize(
@@ -267,9 +267,9 @@ def test_packed_sequences(ends: list[int]) -> None:
     packed = {"input_ids": tokens, "position_ids": torch.cat([torch.arange(piece) for piece in pieces]).expand(2, -1)}
     with in_float64():
         ours, stock = both(model, packed)
-        apart = results(model, {"input_ids": tokens})
+        unpacked = results(model, {"input_ids": tokens})
     assert_same(ours, stock)
-    assert (apart["out"] - stock["out"]).abs().max() > 0.1
+    assert (unpacked["out"] - stock["out"]).abs().max() > 0.1
 
 
 def test_compiled_steps() -> None:
@@ -280,7 +280,7 @@ def test_compiled_steps() -> None:
     enable(model)
     graphs: list[Any] = []
 
-    def noted(graph: Any, _: Any) -> Any:
+    def backend(graph: Any, _: Any) -> Any:
         graphs.append(graph)
         return graph
 
@@ -298,5 +298,5 @@ def test_compiled_steps() -> None:
     torch._dynamo.reset()
     with torch.no_grad():
         expected = steps(model)
-        assert_near("steps", steps(torch.compile(model, backend=noted, fullgraph=True)), expected)
+        assert_near("steps", steps(torch.compile(model, backend=backend, fullgraph=True)), expected)
     assert len(graphs) == 1

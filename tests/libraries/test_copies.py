@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
-from tests.cpu.models import Sizes, assert_same, varied
+from tests.cpu.models import Sizes, assert_same, computed, varied
 from tests.cpu.stock import refusal
-from tests.libraries.compared import computed
 from tests.libraries.copies import COPIES, Copy, chatterbox, funasr, of_file, states, timm
 from tests.libraries.standins import is_installed
 from tests.tolerance import assert_near
@@ -21,11 +21,11 @@ every_copy = pytest.mark.parametrize(
     "kind",
     [
         pytest.param(
-            each,
-            id=each.package,
-            marks=pytest.mark.skipif(not is_installed(each.package), reason="not installed: make test-libraries"),
+            copy,
+            id=copy.package,
+            marks=pytest.mark.skipif(not is_installed(copy.package), reason="not installed: make test-libraries"),
         )
-        for each in COPIES
+        for copy in COPIES
     ],
 )
 
@@ -36,12 +36,12 @@ def test_copies_are_equal(kind: Copy) -> None:
     torch.manual_seed(0)
     model = varied(kind.build(**kind.small)).double().eval()
     given = kind.given()
-    expected = computed(model, lambda model, *given: model(*given), *given, counts=kind.counts)
+    expected = computed(model, nn.Module.__call__, *given, counts=kind.counts)
     report = enable(model)
     assert report and not report.left, str(report)
-    with Sizes() as seen:
-        ours = computed(model, lambda model, *given: model(*given), *given, counts=kind.counts)
-    assert seen.ours
+    with Sizes() as sizes:
+        ours = computed(model, nn.Module.__call__, *given, counts=kind.counts)
+    assert sizes.ours
     assert_same(ours, expected)
     assert disable(model) == dict(report)
 
@@ -59,8 +59,8 @@ def test_memory_in_the_docs(kind: Copy) -> None:
     assert after < 2.3 * short and before > 5 * after
     line = next(each for each in DOCS.read_text().splitlines() if each.startswith(f"| {kind.name} "))
     found = re.search(r"\| ([\d,]+) \| ([\d,]+) MiB \| ([\d.,]+) MiB \|$", line)
-    said = f"| {kind.at:,} | {before / 2**20:,.0f} MiB | {after / 2**20:,.0f} MiB |"
-    assert found and found[0] == said, f"{kind.name}: {said}"
+    measured = f"| {kind.at:,} | {before / 2**20:,.0f} MiB | {after / 2**20:,.0f} MiB |"
+    assert found and found[0] == measured, f"{kind.name}: {measured}"
 
 
 @pytest.mark.skipif(not is_installed("funasr"), reason="not installed: make test-libraries")
@@ -86,9 +86,9 @@ def test_chatterbox_with_a_cache() -> None:
         disable(model)
         expected = model(*given)
         enable(model)
-        with Sizes() as seen:
+        with Sizes() as sizes:
             found = model(*given)
-        assert seen.ours or not is_ours
+        assert sizes.ours or not is_ours
         for ours, stock in zip(found, expected, strict=True):
             assert_near("the enabled model", ours, stock)
 
@@ -98,7 +98,7 @@ def test_timm_s_other_models() -> None:
     """What is recognised and not replaced says what to do."""
     timm(img_size=28, patch_size=4, embed_dim=24, depth=1, num_heads=2, use_rel_pos=True)
     swin = of_file("timm.models.swin_transformer", "SwinTransformer")
-    said = refusal(swin(img_size=32, embed_dim=8, depths=(1, 1), num_heads=(2, 2), window_size=4))
-    assert "scaled_dot_product_attention" in said
+    message = refusal(swin(img_size=32, embed_dim=8, depths=(1, 1), num_heads=(2, 2), window_size=4))
+    assert "scaled_dot_product_attention" in message
     settings = of_file("timm.models.mvitv2", "MultiScaleVitCfg")(depths=(1, 1), embed_dim=(24, 48), num_heads=(1, 2))
     assert "pools queries and keys" in refusal(of_file("timm.models.mvitv2", "MultiScaleVit")(settings, img_size=32))

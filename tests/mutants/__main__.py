@@ -45,8 +45,8 @@ AREAS = {
     "check": "interpreter/test_check",
     "distributed": "cpu/test_distributed",
     "grids": "cpu/test_grids cpu/test_torch",
-    "integrations": "cpu/test_structure cpu/test_enable cpu/test_hostile",
-    "integrations/transformers": "cpu/test_families cpu/test_decoding cpu/test_enable",
+    "integrations": "cpu/test_structure cpu/test_refusals cpu/test_enable",
+    "integrations/transformers": "cpu/test_families cpu/test_decoding cpu/test_enabled",
     "kernels": "operator/test_sweeps operator/test_sums operator/test_draws operator/test_edges interpreter/test_tiles "
     "interpreter/test_features interpreter/test_calls interpreter/test_key_terms",
     "kernels/bwd_dq": "operator/test_draws interpreter/test_calls",

@@ -12,13 +12,14 @@ import copy
 import math
 from collections import Counter
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from .compact import Compact, dense_of, has_dense
+from .compact import Compact, has_dense, to_dense
 from .comparison import SCRIPTED_LIMIT, dropped_otherwise, first_line, is_scripted, run, values
 from .isolation import random_state_restored
 from .shadow import shadow
@@ -34,29 +35,38 @@ SCORES = 6
 """How many tensors of the size of its scores a stock forward holds at a time, about."""
 FACTOR = 3.0
 """How many times as far from the exact result as the stock forward's ours may be."""
-LEAST = {torch.float64: 2.0**-30, torch.float32: 2.0**-16, torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}
+SMALLEST = {torch.float64: 2.0**-30, torch.float32: 2.0**-16, torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}
 """Differences that pass in any case, as a share of the largest number: the stock result may be exact by chance."""
 
 
-class Calls:
-    """How many calls of each kind a module has had, and what was found when they were compared.
+@dataclass
+class Compared:
+    """The calls of a model's modules that were compared with the stock forward, and those that could not be.
 
-    is_checked: whether calls are compared. differs: why the module is stock again. not_compared: reasons, and for how many calls.
+    compared: how many. not_compared: how many, by reason. differing: modules that are stock again, and how they differed.
     """
 
-    def __init__(self, is_checked: bool = True) -> None:
-        self.is_checked = is_checked
+    compared: int = 0
+    not_compared: Counter[str] = field(default_factory=Counter)
+    differing: dict[str, str] = field(default_factory=dict)
+
+
+class Calls:
+    """How many calls of each kind a module has had, which decides whether the next one is compared.
+
+    is_checked: whether calls are compared. name: of the module. compared: of all modules that were enabled together.
+    """
+
+    def __init__(self, is_checked: bool = True, name: str = "", compared: Compared | None = None) -> None:
+        self.is_checked, self.name, self.compared = is_checked, name, compared or Compared()
         self.counts: dict[Any, int] = {}
-        self.compared = 0
-        self.not_compared: Counter[str] = Counter()
-        self.differs = ""
         self.versions: list[tuple[int, int]] | None = None  # of the buffers
-        self.changes = self.inside = 0
-        self.around: list[Any] = []  # references to the modules that pass masks on to this one
+        self.changes = self.running = 0
+        self.encoders: list[Any] = []  # references to the modules that pass masks on to this one
 
     def changed(self) -> None:
         """Compare the next calls, whatever their kinds: an attribute of the module was set, not by its own forward."""
-        if not self.inside:
+        if not self.running:
             self.counts.clear()
 
     def __deepcopy__(self, memo: Any) -> Calls:
@@ -67,7 +77,7 @@ class Calls:
 
     def is_due(self, kind: Any, module: nn.Module) -> bool:
         """Count a call of a kind, and return whether it is to be compared."""
-        versions = [(id(each), 0 if each.is_inference() else each._version) for each in module.buffers()]
+        versions = [(id(buffer), 0 if buffer.is_inference() else buffer._version) for buffer in module.buffers()]
         if versions != self.versions:  # a buffer was written to; one that counts calls is not compared each time
             self.changes += self.versions is not None
             self.versions = versions
@@ -81,8 +91,8 @@ def _is_power_of_two(number: int) -> bool:
     return number & (number - 1) == 0
 
 
-def calls_of(module: nn.Module) -> Calls:
-    """Return what is known of the calls of a module; of one that was loaded from a file, nothing."""
+def record(module: nn.Module) -> Calls:
+    """Return the record of a module's calls; of one that was loaded from a file, a new one."""
     found: Calls | None = vars(module).get(CALLS)
     if found is None:
         found = vars(module)[CALLS] = Calls()
@@ -97,34 +107,36 @@ def is_graph() -> bool:
     return bool(torch.jit.is_tracing() or torch.onnx.is_in_onnx_export())
 
 
-def agrees(replacement: Replacement, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pairs: int) -> bool:
-    """Compare a call, if it is due; return whether ours is to compute it. If not, the record of the module's calls says why.
+def compare_call(replacement: Replacement, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pairs: int) -> str:
+    """Compare a call, if it is due; return how ours differs from the stock forward, nothing if ours is to compute it.
 
     pairs: the number of scores.
     """
-    record = calls_of(module)
-    if not record.is_checked or not record.is_due(_kind_of_call(module, args, kwargs), module):
-        return True
-    reason = _why_not(module, args, kwargs, pairs)
+    calls = record(module)
+    if not calls.is_checked or not calls.is_due(_call_key(module, args, kwargs), module):
+        return ""
+    difference, reason = "", _why_not(module, args, kwargs, pairs)
     if not reason:
         try:
-            record.differs = _difference(replacement, module, args, kwargs)
+            difference = _difference(replacement, module, args, kwargs)
         except Exception as error:  # what a stock forward raises
             reason = f"{type(error).__name__}: {first_line(error)}"
     if reason:
-        record.not_compared[reason] += 1
+        calls.compared.not_compared[reason] += 1
     else:
-        record.compared += 1
-    return not record.differs
+        calls.compared.compared += 1
+    if difference:
+        calls.compared.differing[calls.name] = difference
+    return difference
 
 
-def _kind_of_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_key(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return what tells calls apart: of arguments the types, dtypes, dimensions and magnitudes, and the modes of torch."""
     modes = module.training, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
-    return modes, *map(_described, args), *((name, _described(each)) for name, each in kwargs.items())
+    return modes, *map(_key, args), *((name, _key(value)) for name, value in kwargs.items())
 
 
-def _described(value: Any) -> Any:
+def _key(value: Any) -> Any:
     value = value.small if isinstance(value, Compact) else value
     if isinstance(value, torch.Tensor):
         return value.dtype, value.dim(), value.numel().bit_length()
@@ -133,18 +145,18 @@ def _described(value: Any) -> Any:
 
 def _why_not(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pairs: int) -> str:
     """Return why a call is not compared; nothing if it is."""
-    tensors = [each for each in (*args, *kwargs.values(), *module.parameters()) if isinstance(each, torch.Tensor)]
-    tensors = [each for each in tensors if not has_dense(each)]
-    weights = sum(each.numel() for each in module.parameters())
+    given = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and not has_dense(value))
+    tensors = [*given, *module.parameters()]
+    weights = sum(weight.numel() for weight in module.parameters())
     if SCORES * 8 * pairs + 8 * weights > MOST_BYTES:
         return f"the stock forward needs more than {MOST_BYTES >> 20} MiB"
     if getattr(module, "_is_replica", False):
         return "it is a replica of DataParallel"
-    if any(each._forward_hooks or each._forward_pre_hooks for each in module.modules() if each is not module):
+    if any(part._forward_hooks or part._forward_pre_hooks for part in module.modules() if part is not module):
         return "its parts have hooks"
-    if any(each.is_meta or type(each) not in (torch.Tensor, nn.Parameter) for each in tensors):
+    if any(tensor.is_meta or type(tensor) not in (torch.Tensor, nn.Parameter) for tensor in tensors):
         return "its tensors have no values, or are of another class"
-    if any(each.is_cuda for each in tensors) and torch.cuda.is_current_stream_capturing():
+    if any(tensor.is_cuda for tensor in tensors) and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is captured"
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "torch.func transforms it"
@@ -153,8 +165,8 @@ def _why_not(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pairs: 
 
 def _difference(replacement: Replacement, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Return how the results of a call differ; nothing if they agree."""
-    floating = (each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor) and each.is_floating_point())
-    dtype = next((each.dtype for each in floating), torch.float32)
+    floating = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.is_floating_point())
+    dtype = next((value.dtype for value in floating), torch.float32)
     wider = torch.float32 if dtype.itemsize < 4 else torch.float64
     devices = tuple({weight.device for weight in module.parameters() if weight.is_cuda})
     arguments = replacement.bind(args, kwargs)
@@ -164,7 +176,7 @@ def _difference(replacement: Replacement, module: Any, args: tuple[Any, ...], kw
         replacement.ours.without_dropout(model)
         # What layers pass on in a small form is as exact as in its dense one, which the stock forward has in each run.
         given = {
-            name: each if is_ours and has_dense(each) else _copied(dense_of(each), exact) for name, each in arguments.items()
+            name: value if is_ours and has_dense(value) else _copied(to_dense(value), exact) for name, value in arguments.items()
         }
         autocast = torch.autocast("cuda" if devices else "cpu", enabled=False) if exact else nullcontext()
         with random_state_restored(devices), autocast:
@@ -182,16 +194,16 @@ def _difference(replacement: Replacement, module: Any, args: tuple[Any, ...], kw
             exact, _ = run_copy(False, wider)  # also of float64: the stock forward may cast to float32
         except Exception:  # a function bound to the module itself has its dtype
             exact = stock
-        outputs = [[dense_of(each) for each in values(returned)] for returned in (stock, ours, exact)]
+        outputs = [[to_dense(value) for value in values(returned)] for returned in (stock, ours, exact)]
     counts = replacement.counted(arguments)
-    for number, (one, other, third) in enumerate(zip(*outputs, strict=True), 1):
-        if not isinstance(other, torch.Tensor) or not isinstance(one, torch.Tensor):
+    for number, (stock_out, our_out, exact_out) in enumerate(zip(*outputs, strict=True), 1):
+        if not isinstance(our_out, torch.Tensor) or not isinstance(stock_out, torch.Tensor):
             continue  # attention weights, which ours does not compute
-        if other.shape != one.shape:
-            return f"output {number} has the shape {tuple(other.shape)}, stock {tuple(one.shape)}"
-        stock_error, our_error, size = _errors(one, other, third, counts if number == 1 else None)
-        least = SCRIPTED_LIMIT if is_scripted(replacement.stock) else LEAST.get(one.dtype, 2.0**-16)
-        allowed = max(FACTOR * stock_error, least * size)
+        if our_out.shape != stock_out.shape:
+            return f"output {number} has the shape {tuple(our_out.shape)}, stock {tuple(stock_out.shape)}"
+        stock_error, our_error, size = _errors(stock_out, our_out, exact_out, counts if number == 1 else None)
+        smallest = SCRIPTED_LIMIT if is_scripted(replacement.stock) else SMALLEST.get(stock_out.dtype, 2.0**-16)
+        allowed = max(FACTOR * stock_error, smallest * size)
         if not our_error <= allowed:
             text = f"its output differs by {our_error / (size or 1.0):.1e} of the largest number there"
             return f"{text}, {allowed / (size or 1.0):.0e} is allowed"
@@ -204,7 +216,7 @@ def _errors(
     """Return the largest errors of both, and the largest number, where the exact result is finite."""
     exact = exact.double()
     counts = exact.isfinite() if counts is None else exact.isfinite() & counts
-    errors = [((each.double() - exact).abs().where(counts, 0.0)).max().item() for each in (stock, ours)]
+    errors = [((out.double() - exact).abs().where(counts, 0.0)).max().item() for out in (stock, ours)]
     return errors[0] if math.isfinite(errors[0]) else 0.0, errors[1], exact.abs().where(counts, 0.0).max().item()
 
 

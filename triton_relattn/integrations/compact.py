@@ -37,7 +37,7 @@ class Compact(torch.Tensor):
 
         make: returns the dense form of the small one.
         """
-        if any(each() for each in STOCK_READS):
+        if any(reads() for reads in STOCK_READS):
             return make(small)
         if _are_plain():
             return small
@@ -45,9 +45,9 @@ class Compact(torch.Tensor):
 
     @classmethod
     def _wrapped(cls, tensor: torch.Tensor, make: Make, is_none: bool) -> Any:
-        found = tensor.as_subclass(cls)
-        found._make, found._dense, found.is_none, found.is_written = make, None, is_none, False
-        return found
+        compact = tensor.as_subclass(cls)
+        compact._make, compact._dense, compact.is_none, compact.is_written = make, None, is_none, False
+        return compact
 
     @property
     def small(self) -> torch.Tensor | None:
@@ -81,26 +81,26 @@ class Compact(torch.Tensor):
         kwargs = kwargs or {}
         first = args[0] if args else None
         is_copy = func in COPIES or (func is torch.Tensor.view_as and first is args[-1])  # autograd makes it of what it returns
-        is_kept = is_copy and (func is not torch.Tensor.to or _is_move(args[1:], kwargs))
-        if (is_kept and not (isinstance(first, Compact) and first.is_written)) or func in KEPT:
+        is_same = is_copy and (func is not torch.Tensor.to or _is_move(args[1:], kwargs))
+        if (is_same and not (isinstance(first, Compact) and first.is_written)) or func in OF_THE_TENSOR_ITSELF:
             with torch._C.DisableTorchFunctionSubclass():
-                found = func(*args, **kwargs)
-            return args[0].changed(found) if is_copy else args[0] if func is torch.Tensor.requires_grad_ else found
+                result = func(*args, **kwargs)
+            return args[0].changed(result) if is_copy else args[0] if func is torch.Tensor.requires_grad_ else result
         if func is torch.Tensor.to and args[1:] == (torch.bool,) and args[0]._plain().dtype == torch.bool:
             make = args[0]._make
             return args[0]._wrapped(args[0]._plain(), lambda small: make(small).to(torch.bool), args[0].is_none)
-        given: list[tuple[Compact, Any, int]] = []
+        given: list[tuple[Compact, torch.Tensor, int]] = []
 
-        def dense(each: Compact) -> Any:
-            found = each.dense()
-            if isinstance(found, torch.Tensor) and not found.is_inference():
-                given.append((each, found, found._version))
-            return found
+        def dense(compact: Compact) -> Any:
+            tensor = compact.dense()
+            if isinstance(tensor, torch.Tensor) and not tensor.is_inference():
+                given.append((compact, tensor, tensor._version))
+            return tensor
 
         args, kwargs = tree_map_only(Compact, dense, (args, kwargs))
         result = func(*args, **kwargs)
-        for each, found, version in given:
-            each.is_written |= found._version != version
+        for compact, tensor, version in given:
+            compact.is_written |= tensor._version != version
         return result
 
 
@@ -111,15 +111,15 @@ STOCK_READS: list[Callable[[], bool]] = []
 def _is_move(args: Any, kwargs: dict[str, Any]) -> bool:
     """Return whether Tensor.to() is asked for another device, and not for another dtype."""
     return not kwargs.keys() - {"device", "non_blocking", "copy"} and all(
-        isinstance(each, (str, int, torch.device)) for each in args
+        isinstance(argument, (str, int, torch.device)) for argument in args
     )
 
 
 COPIES = {torch.Tensor.detach, torch.Tensor.clone, torch.Tensor.to}
-KEPT = {torch.Tensor.requires_grad_, torch.autograd.grad, torch.autograd.backward} | {
+OF_THE_TENSOR_ITSELF = {torch.Tensor.requires_grad_, torch.autograd.grad, torch.autograd.backward} | {
     getattr(torch.Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf", "grad", "device", "_backward_hooks")
 }
-KEPT |= {torch.Tensor.requires_grad.__set__, torch.Tensor.retain_grad, torch.Tensor.register_hook}  # type: ignore[attr-defined]
+OF_THE_TENSOR_ITSELF |= {torch.Tensor.requires_grad.__set__, torch.Tensor.retain_grad, torch.Tensor.register_hook}  # type: ignore[attr-defined]
 """Functions that see the tensor itself: those by which checkpoints and hooks pass tensors on."""
 
 
@@ -134,7 +134,7 @@ def _are_plain() -> bool:
     return torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def dense_of(value: Any) -> Any:
+def to_dense(value: Any) -> Any:
     """Return the dense form of what has one, a Compact tensor or another object; anything else as it is."""
     return value.dense() if has_dense(value) else value
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -52,38 +52,32 @@ class Refused(Exception):
     """A module has relative attention, and is left as it is; the message says why."""
 
 
-def compare(
-    module: nn.Module,
-    candidates: Callable[[Any], Iterable[tuple[str, Callable[[], Replacement]]]],
-    prepare: Callable[[Any], None],
-    similar: Replacement | None = None,
-) -> tuple[Replacement, float]:
-    """Return the first candidate that computes what a module's class does, and the largest difference.
+def compare(module: nn.Module, ours: Any, similar: Replacement | None = None) -> tuple[Replacement, float]:
+    """Return the first replacement that computes what a module's class does, and the largest difference.
 
     Args:
-        candidates: for a shadow of the module, descriptions of replacements and functions that return them.
-        prepare: changes a shadow for the comparison.
+        ours: a class derived from InPlace, or a Kind: it prepares shadows of the module and yields candidates.
         similar: what replaces another module of this class: it comes first, and with fewer samples.
 
     Raises:
         Refused: there is none, or the stock forward cannot be run.
     """
-    return in_own_thread(lambda: _compare(module, candidates, prepare, similar))
+    return in_own_thread(lambda: _compare(module, ours, similar))
 
 
-def _compare(module: nn.Module, candidates: Any, prepare: Any, similar: Replacement | None) -> tuple[Replacement, float]:
+def _compare(module: nn.Module, ours: Any, similar: Replacement | None) -> tuple[Replacement, float]:
     models = [with_random_weights(module)]
     if any(buffer.is_floating_point() for buffer in module.buffers()):
         models.append(with_random_weights(module, changes_buffers=False))
     for model in models:
-        prepare(model)
+        ours.prepare_model(model)
     if similar is not None:
         try:
             return similar, max(_differences(similar, models, is_light=True))
         except Exception:  # of this module another candidate may be the right one
             pass
     failures: list[tuple[int, float, str]] = []
-    for description, make in candidates(models[0]):
+    for description, make in ours.candidates(module, models[0]):
         agreed: list[float] = []
         try:
             replacement = make()
@@ -92,8 +86,8 @@ def _compare(module: nn.Module, candidates: Any, prepare: Any, similar: Replacem
             return replacement, max(agreed)
         except Refused:
             raise
-        except Differs as found:
-            failures.append((-len(agreed), found.difference, f"{found}{description}"))
+        except Differs as error:
+            failures.append((-len(agreed), error.difference, f"{error}{description}"))
         except Exception as error:  # a stock forward may raise anything
             failures.append((-len(agreed), math.inf, f"{type(error).__name__}: {first_line(error)}{description}"))
     _, _, nearest = min(failures, key=lambda failure: failure[:2], default=(0, 0.0, ""))
@@ -114,7 +108,7 @@ def _differences(replacement: Replacement, models: list[Any], is_light: bool = F
     """
     model = models[0]
     samples = list(replacement.samples(model, is_light))
-    is_single = dtype_of(model) == torch.float32
+    is_single = model_dtype(model) == torch.float32
     limit = FLOAT32_LIMIT if is_single else SCRIPTED_LIMIT if is_scripted(replacement.stock) else LIMIT
     for sample, gradients, training in (_light_runs if is_light else _runs)(samples):
         yield _difference(replacement, model, sample, gradients, training, limit)
@@ -122,7 +116,7 @@ def _differences(replacement: Replacement, models: list[Any], is_light: bool = F
         yield _difference(replacement, with_own_buffers, samples[-1], False, False, limit)
     if not is_light and not is_single:
         single = shadow(model, lambda tensor: _cast(tensor, torch.float32))
-        for sample in {each.pairs: each for each in samples}.values():  # one of each shape
+        for sample in {sample.pairs: sample for sample in samples}.values():  # one of each shape
             named = sample._replace(name=f"{sample.name}, in float32")
             _difference(replacement, single, named, False, False, FLOAT32_LIMIT)
 
@@ -133,19 +127,19 @@ def _runs(samples: list[Sample]) -> Iterator[tuple[Sample, bool, bool]]:
     Outputs come first, so that a wrong candidate fails soon. Gradients, which take most of the time, follow with all samples
     of the first shape and one of the second; training mode with those of the first, one of them with gradients.
     """
-    first, *others = dict.fromkeys(each.pairs for each in samples)
-    of_first = [each for each in samples if each.pairs == first]
-    of_second = [each for each in samples if each.pairs in others[:1]]
-    yield from ((each, False, False) for each in samples)
-    yield from ((each, True, False) for each in of_first + of_second[:1])
-    yield from ((each, number == 0, True) for number, each in enumerate(of_first))
+    shapes = list(dict.fromkeys(sample.pairs for sample in samples))
+    first = [sample for sample in samples if sample.pairs == shapes[0]]
+    second = [sample for sample in samples if sample.pairs in shapes[1:2]]
+    yield from ((sample, False, False) for sample in samples)
+    yield from ((sample, True, False) for sample in first + second[:1])
+    yield from ((sample, number == 0, True) for number, sample in enumerate(first))
 
 
 def _light_runs(samples: list[Sample]) -> Iterator[tuple[Sample, bool, bool]]:
     """Yield the same for a further module of a class: a sample of each shape, one of them with gradients, one in training."""
-    first, *others = {each.pairs: each for each in samples}.values()
-    yield from ((each, False, False) for each in others)
-    yield min(samples, key=lambda each: math.prod(each.pairs)), True, False
+    first, *others = {sample.pairs: sample for sample in samples}.values()
+    yield from ((sample, False, False) for sample in others)
+    yield min(samples, key=lambda sample: math.prod(sample.pairs)), True, False
     yield first, False, True
 
 
@@ -172,23 +166,23 @@ def _difference(replacement: Replacement, model: Any, sample: Sample, gradients:
     stock, returned, dropped = _results(replacement, model, sample, gradients, is_ours=False)
     ours, our_returned, our_dropped = _results(replacement, model, sample, gradients, is_ours=True)
     if replacement.ours.lacks_weights and len(returned) == len(our_returned):
-        lacking = {number for number, each in enumerate(our_returned, 1) if number > 1 and each == "None"}
-        stock = {key: each for key, each in stock.items() if key not in {f"output {number}" for number in lacking}}
-        returned = tuple("None" if number in lacking else each for number, each in enumerate(returned, 1))
+        lacking = {number for number, text in enumerate(our_returned, 1) if number > 1 and text == "None"}
+        stock = {name: tensor for name, tensor in stock.items() if name not in {f"output {number}" for number in lacking}}
+        returned = tuple("None" if number in lacking else text for number, text in enumerate(returned, 1))
     if returned != our_returned:
-        texts = (f"a tuple of {', '.join(each)}" if each else "a tensor" for each in (returned, our_returned))
+        texts = (f"a tuple of {', '.join(parts)}" if parts else "a tensor" for parts in (returned, our_returned))
         raise Differs("{}: it returns {}, ours {}".format(name, *texts))
     if text := dropped_otherwise(dropped, our_dropped):
         raise Differs(f"{name}: {text}")
-    return difference_of(name, ours, stock, limit)
+    return largest_difference(name, ours, stock, limit)
 
 
 def _results(
     replacement: Replacement, model: nn.Module, sample: Sample, gradients: bool, is_ours: bool
 ) -> tuple[dict[str, torch.Tensor], tuple[str, ...], set[float]]:
     """Return outputs, and gradients of the first one with respect to parameters and inputs; what is returned; and what drops."""
-    dtype = dtype_of(model)
-    arguments = arguments_of(sample, dtype)
+    dtype = model_dtype(model)
+    arguments = cloned_arguments(sample, dtype)
     leaves: dict[str, torch.Tensor] = {}
     if gradients:
         leaves = {**dict(model.named_parameters()), **differentiable(arguments, replacement.constants)}
@@ -198,9 +192,9 @@ def _results(
         counts = replacement.counted(sample.arguments)
         out = out if counts is None else out.where(counts, 0.0)
         results = with_gradients(out, leaves) if leaves else {OUTPUT: out.detach()}
-    for number, each in enumerate(others, 2):
-        if isinstance(each, torch.Tensor) and not is_weights(each, sample.pairs):
-            results[f"output {number}"] = each.detach()
+    for number, other in enumerate(others, 2):
+        if isinstance(other, torch.Tensor) and not is_weights(other, sample.pairs):
+            results[f"output {number}"] = other.detach()
     return results, described(returned, sample), dropped
 
 
@@ -215,10 +209,10 @@ def described(returned: Any, sample: Sample) -> tuple[str, ...]:
         return ()
     if type(returned) is not tuple or not returned or not isinstance(returned[0], torch.Tensor):
         raise Refused(f"its forward returns a {type(returned).__name__}, neither a tensor nor a tuple that begins with one")
-    tensors = (
-        "None" if is_weights(each, sample.pairs) else "tensor" if isinstance(each, torch.Tensor) else "" for each in returned
+    return tuple(
+        "None" if is_weights(value, sample.pairs) else "tensor" if isinstance(value, torch.Tensor) else str(value)
+        for value in returned
     )
-    return tuple(text or str(each) for text, each in zip(tensors, returned, strict=True))
 
 
 def is_weights(value: Any, pairs: tuple[int, int]) -> bool:
@@ -228,7 +222,7 @@ def is_weights(value: Any, pairs: tuple[int, int]) -> bool:
     return not bool((value < 0).any()) and torch.allclose(value.sum(-1), torch.ones_like(value[..., 0]), atol=1e-5)
 
 
-def difference_of(name: str, ours: dict[str, torch.Tensor], stock: dict[str, torch.Tensor], limit: float) -> float:
+def largest_difference(name: str, ours: dict[str, torch.Tensor], stock: dict[str, torch.Tensor], limit: float) -> float:
     """Return the largest difference, as a share of each tensor's largest number; of a gradient that cancels to nothing, of a
     hundredth of the largest gradient's.
 
@@ -237,7 +231,7 @@ def difference_of(name: str, ours: dict[str, torch.Tensor], stock: dict[str, tor
     """
     if ours.keys() != stock.keys():
         raise Differs(f"{name}: not the same results: {', '.join(sorted(ours.keys() ^ stock.keys()))}")
-    largest = max((float(each.abs().max()) for what, each in stock.items() if what.startswith(GRADIENT)), default=0.0)
+    largest = max((float(tensor.abs().max()) for what, tensor in stock.items() if what.startswith(GRADIENT)), default=0.0)
     worst = 0.0
     for what, expected in stock.items():
         found = ours[what]
@@ -258,26 +252,26 @@ def with_gradients(out: torch.Tensor, leaves: dict[str, torch.Tensor]) -> dict[s
     """Return an output, and the gradients of leaves for a random gradient of it, which is the same in each call."""
     d_out = torch.randn(out.shape, dtype=out.dtype, device="cpu", generator=torch.Generator().manual_seed(3))
     gradients = torch.autograd.grad(out, list(leaves.values()), d_out, allow_unused=True, materialize_grads=True)
-    return {OUTPUT: out.detach(), **{GRADIENT + name: each for name, each in zip(leaves, gradients, strict=True)}}
+    return {OUTPUT: out.detach(), **{GRADIENT + name: grad for name, grad in zip(leaves, gradients, strict=True)}}
 
 
 def differentiable(arguments: dict[str, Any], constants: Collection[str]) -> dict[str, torch.Tensor]:
     """Return the arguments that have gradients, as leaves: floating-point tensors but masks and the like."""
     return {
-        name: each.requires_grad_()
-        for name, each in arguments.items()
-        if isinstance(each, torch.Tensor) and each.is_floating_point() and name not in constants
+        name: value.requires_grad_()
+        for name, value in arguments.items()
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and name not in constants
     }
 
 
 def is_scripted(stock: type[nn.Module]) -> bool:
     """Return whether a class's file has scripted functions, whose casts to float32 stay in float64."""
     module = sys.modules.get(stock.__module__)
-    return module is not None and any(isinstance(each, torch.jit.ScriptFunction) for each in vars(module).values())
+    return module is not None and any(isinstance(value, torch.jit.ScriptFunction) for value in vars(module).values())
 
 
-def dtype_of(model: nn.Module) -> torch.dtype:
-    return next((each.dtype for each in model.parameters()), torch.float64)
+def model_dtype(model: nn.Module) -> torch.dtype:
+    return next((weight.dtype for weight in model.parameters()), torch.float64)
 
 
 def copied(model: Any) -> Any:
@@ -285,10 +279,10 @@ def copied(model: Any) -> Any:
     return shadow(model, lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.detach().clone())
 
 
-def arguments_of(sample: Sample, dtype: torch.dtype) -> dict[str, Any]:
+def cloned_arguments(sample: Sample, dtype: torch.dtype) -> dict[str, Any]:
     """Return a sample's arguments, which a forward may write to, in dtype."""
-    cloned = ((name, each.clone() if isinstance(each, torch.Tensor) else each) for name, each in sample.arguments.items())
-    return {name: _cast(each, dtype) for name, each in cloned}
+    cloned = ((name, value.clone() if isinstance(value, torch.Tensor) else value) for name, value in sample.arguments.items())
+    return {name: _cast(value, dtype) for name, value in cloned}
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -1,25 +1,25 @@
-"""Enable and disable for any model, and those of one library."""
+"""Enable and disable for any model: modules with relative attention are found, compared, and given their new class."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib
 import operator
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from .._core.names import with_names
-from . import replacement, structure
+from . import structure
 from .comparison import Refused, compare, first_line
-from .replacement import Library, Match, Replacement
-from .report import LIBRARY, STRUCTURE, Report, Row, count_bytes
+from .libraries import Library
+from .replacement import LIBRARY, Match, Replacement, change_classes, restore, stock_class
+from .report import Report, Row, count_bytes
 
 LIBRARIES = ("transformers", "nemo", "espnet", "speechbrain", "x_transformers")
 PASSES_ON = "passes masks and positions"
@@ -99,9 +99,9 @@ def enable_in(
     enabled_before = False
     visited: set[int] = set()  # an object may hold a module by several names
     for prefix, root in _roots(model):
-        search = _Search({name: each for name, each in root.named_modules() if id(each) not in visited}, lengths)
+        search = _Search({name: part for name, part in root.named_modules() if id(part) not in visited}, lengths)
         search.run(libraries, structures)
-        visited |= {id(each) for each in root.modules()}
+        visited |= {id(part) for part in root.modules()}
         enabled_before |= bool(search.enabled)
         for name, row in search.rows.items():
             path = f"{prefix}.{name}".strip(".")
@@ -121,19 +121,19 @@ def enable_in(
     if report.left:
         count = f"{len(report.left)} of {len(rows)} modules with relative attention"
         warnings.warn(f"enable left {count} unchanged; print its report for all reasons. {report.reasons()[0]}", stacklevel=4)
-    report.calls_by_name = replacement.change_classes(classes, modules, check_calls)
+    change_classes(classes, modules, check_calls, report.calls())
     return report
 
 
 def _checked(lengths: Any) -> tuple[int, ...]:
     """Return lengths as integers."""
     try:
-        found = tuple(map(operator.index, lengths if isinstance(lengths, Iterable) else (lengths,)))
+        checked = tuple(map(operator.index, lengths if isinstance(lengths, Iterable) else (lengths,)))
     except TypeError:
         raise TypeError(f"lengths must be an int, or several in a sequence, got {lengths!r}") from None
-    if min(found, default=1) < 1:
+    if min(checked, default=1) < 1:
         raise ValueError(f"lengths must be positive, got {lengths!r}")
-    return found
+    return checked
 
 
 def disable(model: Any) -> dict[str, str]:
@@ -147,10 +147,10 @@ def disable(model: Any) -> dict[str, str]:
     """
     restored: dict[str, str] = {}
     for prefix, root in _roots(model):
-        enabled = {name: (module, stock) for name, module in root.named_modules() if (stock := replacement.stock_of(module))}
+        enabled = {name: (module, stock) for name, module in root.named_modules() if (stock := stock_class(module))}
         for name, (module, stock) in enabled.items():
             restored[f"{prefix}.{name}".strip(".")] = stock.__name__
-            replacement.restore(module)
+            restore(module)
     return restored
 
 
@@ -163,16 +163,16 @@ def _roots(model: Any) -> list[tuple[str, nn.Module]]:
     if isinstance(model, type):
         raise TypeError(f"enable expects a model, got the class {model.__name__}: create an instance and pass that")
     if isinstance(model, Mapping):
-        if model and all(isinstance(each, torch.Tensor) for each in model.values()):
+        if model and all(isinstance(value, torch.Tensor) for value in model.values()):
             raise TypeError("enable expects a model, got a state_dict: load it into its module and pass the module")
         attributes = model
     else:
         components = getattr(model, "components", None)  # of a pipeline of diffusers
         attributes = {**getattr(model, "__dict__", {}), **(components if isinstance(components, dict) else {})}
-    found = [(str(name), each) for name, each in attributes.items() if isinstance(each, nn.Module)]
-    if not found:
+    roots = [(str(name), value) for name, value in attributes.items() if isinstance(value, nn.Module)]
+    if not roots:
         raise TypeError(f"enable expects a torch.nn.Module, or an object that holds some, got {type(model).__name__}")
-    return found
+    return roots
 
 
 class _Search:
@@ -180,112 +180,69 @@ class _Search:
 
     def __init__(self, modules: dict[str, nn.Module], lengths: tuple[int, ...]) -> None:
         self.modules, self.lengths = modules, lengths
-        self.enabled = {name for name, module in modules.items() if replacement.stock_of(module) is not None}
+        self.enabled = {name for name, module in modules.items() if stock_class(module) is not None}
         self.rows: dict[str, Row] = {}
         self.classes: dict[str, type] = {}
-        self.compared: dict[Any, Replacement] = {}  # the last one that replaces a module of a class: the next one's first guess
+        self.similar: dict[Any, Replacement] = {}  # what replaced the last module of a class: the next one's first candidate
 
     def run(self, libraries: Sequence[str], structures: bool) -> None:
-        """Compare all modules with what may replace them."""
-        matches = self._matches(libraries)
+        """Find relative attention, by class and by structure, and compare it with what may replace it."""
+        by_class = self._find_by_class(libraries)
         for name in _progress(list(self.modules), "comparing modules with their stock forward"):
             if name in self.enabled:
                 continue
-            if name not in matches:
-                if structures and not type(self.modules[name]).__module__.startswith("torch.nn."):
-                    self._by_structure(name)
-            elif not _only_passes_on(matches[name]):
-                self._by_class(name, matches[name])
-        served = tuple({type(self.modules[name]) for name in self.classes if name in matches})
-        for name, match in matches.items():
-            if _only_passes_on(match):
+            match = by_class.get(name)
+            if match is None and structures:
+                match = structure.find(self.modules[name])
+            if match is not None and not match.passes_on:
+                self._compare(name, match)
+        # What passes small masks and positions on is replaced where all attention inside it is: they are for ours alone.
+        served = tuple({type(self.modules[name]) for name in self.classes if name in by_class})
+        for name, match in by_class.items():
+            if match.passes_on:
                 path = f"{name}." if name else ""
-                inside = [each for each in self.modules if each == name or each.startswith(path)]
-                attention = [each in self.classes for each in inside if isinstance(self.modules[each], served)]
-                if attention and all(attention):  # small masks and positions are for ours alone
-                    self.classes[name] = match.ours  # type: ignore[assignment]
+                inside = [part for part in self.modules if part == name or part.startswith(path)]
+                attention = [part in self.classes for part in inside if isinstance(self.modules[part], served)]
+                if attention and all(attention):
+                    self.classes[name] = match.ours
                     self.rows[name] = Row(name, type(self.modules[name]).__name__, PASSES_ON, LIBRARY)
         self.rows = {name: self.rows[name] for name in self.modules if name in self.rows}
 
-    def _matches(self, libraries: Sequence[str]) -> dict[str, Match]:
-        """Return what is of a library's classes, by name."""
+    def _find_by_class(self, libraries: Sequence[str]) -> dict[str, Match]:
+        """Return what is of a library's classes, by name; no library is imported that the model is not of."""
         packages = {base.__module__.partition(".")[0] for module in self.modules.values() for base in type(module).__mro__}
-        found: dict[str, Match] = {}
+        matches: dict[str, Match] = {}
         for name in libraries:
             library: Library = importlib.import_module(f".{name}", __package__).LIBRARY
-            if packages & {source.stock.partition(".")[0] for source in library.sources}:
-                found |= library.matches(self.modules)
-        return found
+            if packages & {source.module.partition(".")[0] for source in library.sources}:
+                matches |= library.find(self.modules)
+        return matches
 
-    def _by_class(self, name: str, match: Match) -> None:
-        """Compare a module of a library with the class for it."""
+    def _compare(self, name: str, match: Match) -> None:
+        """Add the row of a module, and the class in place of its own if that computes the same."""
         module = self.modules[name]
-        stock = type(module)
-
-        def compare_with_class() -> tuple[type, Replacement, float]:
+        stock, key = type(module), (match.ours, type(module))
+        row = Row(name, stock.__name__, match.title, match.found_by)
+        try:
+            if "forward" in vars(module):
+                raise Refused("its forward was replaced (by a hook?); call enable first")
+            if any(hasattr(weight, "device_mesh") for weight in module.parameters(recurse=False)):
+                raise Refused("it is sharded; call enable first")
             if match.ours is None:
                 raise Refused(match.reason)
-            ours: Replacement = getattr(match.ours, replacement.ATTRIBUTE)
-            similar = ours if stock in self.compared else None
-            return match.ours, *compare(module, lambda _: [("", lambda: ours)], ours.prepare, similar)
-
-        self._compare(name, match.title, LIBRARY, stock, compare_with_class)
-
-    def _by_structure(self, name: str) -> None:
-        """Compare a module with what replaces its kind, if it is of one."""
-        module = self.modules[name]
-        stock = type(module)
-        try:
-            kind = structure.kind_of(module)
-        except Refused as refused:
-            self.rows[name] = Row(name, stock.__name__, "relative attention", STRUCTURE, reason=str(refused))
-            return
-        except Exception:  # an attribute may raise anything, and the module is most likely something else
-            return
-        if kind is None:
-            if (other := structure.recognised(module)) is not None:
-                self.rows[name] = Row(name, stock.__name__, other.title, STRUCTURE, reason=other.instead)
-            return
-
-        def candidates(model: Any) -> Iterator[tuple[str, Callable[[], Replacement]]]:
-            for layout in kind.layouts(module):
-                make = functools.partial(structure.observed, kind, layout, model)
-                yield f" (read as {layout})", lambda make=make: kind(stock, make()).replacement()  # type: ignore[misc]
-
-        def compare_with_kind() -> tuple[type, Replacement, float]:
-            ours, difference = compare(module, candidates, kind.prepare, self.compared.get((kind, stock)))
-            new = structure.enabled_class(kind, stock, ours.ours.layout)  # type: ignore[arg-type]
+            replacement, difference = compare(module, match.ours, self.similar.get(key))
+            new = replacement.ours.replacing_class()
             try:
                 object.__new__(stock).__class__ = new
             except TypeError as error:  # a class with __slots__
                 raise Refused(f"its class cannot be exchanged: {error}") from error
-            return new, ours, difference
-
-        self._compare(name, kind.title, STRUCTURE, (kind, stock), compare_with_kind)
-
-    def _compare(
-        self, name: str, title: str, found: str, key: Any, function: Callable[[], tuple[type, Replacement, float]]
-    ) -> None:
-        """Add the row of a module, and the class in place of its own if it computes the same. key: of similar modules."""
-        module = self.modules[name]
-        stock = type(module).__name__
-        try:
-            if "forward" in vars(module):
-                raise Refused("its forward was replaced (by a hook?); call enable first")
-            if any(hasattr(each, "device_mesh") for each in module.parameters(recurse=False)):
-                raise Refused("it is sharded; call enable first")
-            self.classes[name], self.compared[key], difference = function()
         except Exception as error:  # a module of the user may raise anything
             reason = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {first_line(error)}"
-            self.rows[name] = Row(name, stock, title, found, reason=reason)
+            self.rows[name] = dataclasses.replace(row, reason=reason)
             return
-        sizes = count_bytes(self.compared[key], module, self.lengths, self.modules.get(name.rpartition(".")[0]))
-        self.rows[name] = Row(name, stock, title, found, difference, sizes)
-
-
-def _only_passes_on(match: Match) -> bool:
-    """Return whether a module only passes masks and positions on to attention."""
-    return match.ours is not None and issubclass(match.ours, replacement.PassesOn)
+        self.classes[name], self.similar[key] = new, replacement
+        memory = count_bytes(replacement, module, self.lengths, self.modules.get(name.rpartition(".")[0]))
+        self.rows[name] = dataclasses.replace(row, error=difference, memory=memory)
 
 
 def _progress(items: Sequence[T], label: str) -> Iterator[T]:
@@ -298,53 +255,3 @@ def _progress(items: Sequence[T], label: str) -> Iterator[T]:
             print(f"\r{label} [{bar:{width}}] {number}/{len(items)}", end="", file=sys.stderr, flush=True)
     if is_shown:
         print(file=sys.stderr)
-
-
-ENABLE = """{summary}
-
-:func:`triton_relattn.enable` does the same for models of all libraries, and says how modules are compared before.
-
-Args:
-    module: {module} Other models of the same class stay as they are; so do checkpoints, parameters and hooks.
-    lengths: for which the report counts memory, in positions.
-    check_calls: whether some of your calls are compared with the stock forward.
-
-Returns:
-    The report of :func:`triton_relattn.enable`: a dict of the names of the modules, as ``module.named_modules()`` has them, and
-    of their stock classes. Empty if all of it was enabled before.
-
-{text}
-
-Raises:
-    ValueError: nothing in module is of these classes.
-    RuntimeError: all modules that are were refused; the message has the reasons.
-    TypeError: module is no module and holds none; lengths that are not integers.
-
-Example:
-{example}
-"""
-DISABLE = """Undo :func:`enable` in module and all inside it.
-
-Returns:
-    The names of the modules that are stock again, and of their classes; empty if none was enabled.
-"""
-
-
-def functions(
-    package: str, *, summary: str, module: str, text: str, example: str
-) -> tuple[Callable[..., Report], Callable[[Any], dict[str, str]]]:
-    """Return the functions enable and disable of a library, with their docstrings."""
-
-    def enable_module(module: Any, *, lengths: int | Sequence[int] = 4096, check_calls: bool = True) -> Report:
-        return enable_in(module, lengths, check_calls, (package.rpartition(".")[2],), structures=False)
-
-    def disable_module(module: Any) -> dict[str, str]:
-        return disable(module)
-
-    lines = "\n".join(f"    {line}" for line in example.strip().splitlines())
-    enable_module.__doc__ = ENABLE.format(summary=summary, module=module, text=text.strip(), example=lines)
-    disable_module.__doc__ = DISABLE
-    for name, function in (("enable", enable_module), ("disable", disable_module)):
-        function.__name__ = function.__qualname__ = name
-        function.__module__ = package
-    return with_names(enable_module), disable_module

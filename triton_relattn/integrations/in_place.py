@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from .comparison import Sample
-from .replacement import ATTRIBUTE, HARMLESS, NAMES, Replacement, set_attribute
+from .libraries import NAMES
+from .replacement import ATTRIBUTE, HARMLESS, Replacement, set_attribute
 
 MASKS = ("attention_mask", "mask", "attn_mask")
 BATCH, LENGTHS = 2, (7, 19)
@@ -71,10 +72,10 @@ class InPlace:
         keys = queries if others is None else others.shape[1]
         if hasattr(cache, "get_seq_length"):
             keys += int(cache.get_seq_length(getattr(self, "layer_idx", 0) or 0))
-        return int(states.shape[0] * heads_of(self) * queries * self.keys_of_a_query(keys))
+        return int(states.shape[0] * num_heads(self) * queries * self.keys_per_query(keys))
 
     @staticmethod
-    def positions_of(given: dict[str, Any]) -> int:
+    def num_positions(given: dict[str, Any]) -> int:
         """Return the number of positions of the first argument: states (B, ..., C), or a number."""
         states = next(iter(given.values()))
         return states if isinstance(states, int) else states.shape[1:-1].numel()  # type: ignore[no-any-return]
@@ -84,7 +85,7 @@ class InPlace:
         """Return what is compared of what a forward returns."""
         return returned
 
-    def keys_of_a_query(self: Any, keys: int) -> int:
+    def keys_per_query(self: Any, keys: int) -> int:
         """Return how many keys' scores the stock forward computes for a query: all but in windows and blocks."""
         return keys
 
@@ -103,8 +104,25 @@ class InPlace:
         visible = visible.any(1).flatten(1)
         return visible[..., None] if visible.shape[-1] > 1 else None
 
+    @classmethod
+    def candidates(cls, module: Any, model: Any) -> Iterator[tuple[str, Callable[[], Replacement]]]:
+        """Yield descriptions of replacements for a module, and functions that return them: here one. model: its shadow."""
+        yield "", lambda: getattr(cls, ATTRIBUTE)
+
+    @classmethod
+    def replacing_class(cls) -> type:
+        """Return the class in place of the stock class."""
+        return cls
+
+    @classmethod
+    def prepare_model(cls, model: Any) -> None:
+        """Give a shadow, which the comparison runs on, this class, and prepare it."""
+        model.__class__ = cls
+        model.prepare()
+        model.without_dropout()
+
     def prepare(self: Any) -> None:
-        """Change a shadow, which the comparison runs on."""
+        """Change a shadow: what the module has kept of earlier calls."""
 
     def without_dropout(self: Any) -> None:
         """Switch dropout of a shadow off where it is neither torch's function nor its module."""
@@ -118,7 +136,7 @@ class InPlace:
             for name in ("without a mask", "with padding") if is_short else ("with padding",):
                 batch = BATCH if is_short else 1
                 given = self.example(batch, length, padded(batch, length) if name == "with padding" else None)
-                count = self.positions_of(given)
+                count = self.num_positions(given)
                 yield Sample(f"{count} positions, {name}", given, (count, count))
 
     def at_length(self, length: int, parent: Any) -> dict[str, Any]:
@@ -145,17 +163,18 @@ class InPlace:
 
 def _replacement(ours: Any, stock: Any) -> Replacement:
     """Return a class in place of a stock class, whose arguments have the same names but for those in NAMES."""
-    own = [each.name for each in inspect.signature(ours.forward).parameters.values() if each.kind is not each.VAR_KEYWORD][1:]
+    any_name = inspect.Parameter.VAR_KEYWORD
+    own = [name for name, parameter in inspect.signature(ours.forward).parameters.items() if parameter.kind is not any_name][1:]
     parameters = inspect.signature(stock.forward).parameters
     names = {theirs: name for name in own for theirs in NAMES.get(name, (name,))}
-    ignores_more = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    ignores_more = any(parameter.kind is any_name for parameter in parameters.values())
     return Replacement(
         stock,
         ours,
         ours.forward,
         names,
         harmless=(HARMLESS.keys() if ignores_more else HARMLESS.keys() & parameters.keys()) - names.keys(),
-        mask=next((each for each in parameters if each in MASKS), ""),
+        mask=next((name for name in parameters if name in MASKS), ""),
     )
 
 
@@ -167,7 +186,7 @@ def padded(batch: int, length: int) -> torch.Tensor:
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "h", "heads")
 
 
-def heads_of(module: Any) -> int:
-    """Return the number of heads of an attention module."""
-    places = (*((module, each) for each in HEADS), *((getattr(module, "config", None), each) for each in HEADS))
-    return next((each for each in (getattr(*place, None) for place in places) if isinstance(each, int)), 1)
+def num_heads(module: Any, default: int = 1) -> int:
+    """Return the number of heads of an attention module, as it or its config has it."""
+    counts = (getattr(owner, name, None) for owner in (module, getattr(module, "config", None)) for name in HEADS)
+    return next((count for count in counts if isinstance(count, int)), default)

@@ -92,8 +92,8 @@ class Promoted(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.float:
             func = torch.Tensor.double
-        args = [torch.float64 if each is torch.float32 else each for each in args]
-        kwargs = {name: torch.float64 if each is torch.float32 else each for name, each in (kwargs or {}).items()}
+        args = [torch.float64 if value is torch.float32 else value for value in args]
+        kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
         return func(*args, **kwargs)
 
 

@@ -51,7 +51,7 @@ class ChunkedWindow:
     @property
     def window(self) -> tuple[int, int]:
         """How far behind itself and ahead a query may see; -1: without end."""
-        left, right = (-1 if each < 0 else each + self.chunk - 1 for each in (self.left, self.right))
+        left, right = (-1 if reach < 0 else reach + self.chunk - 1 for reach in (self.left, self.right))
         return left, right
 
     def attend(
@@ -102,7 +102,7 @@ class ChunkedWindow:
         if self.chunk > 1 and first // self.chunk < last // self.chunk:
             begin = torch.arange(first, last + 1, device=device)[:, None] // self.chunk * self.chunk
             position = torch.arange(keys.start, keys.stop, device=device)
-            left, right = (last + keys.stop if each < 0 else each for each in (self.left, self.right))
+            left, right = (last + keys.stop if reach < 0 else reach for reach in (self.left, self.right))
             visible = (position >= begin - left) & (position < begin + self.chunk + right)
             masks["attn_mask"] = masks.get("attn_mask", True) & visible
         return masks

@@ -69,7 +69,7 @@ def attend(
     """
     parts = len(rel_keys)
     batched = {"query": query, "key": key, "value": value}
-    batched |= {name: each for name, each in options.items() if isinstance(each, torch.Tensor) and len(each) == len(query)}
+    batched |= {name: value for name, value in options.items() if isinstance(value, torch.Tensor) and len(value) == len(query)}
     outs = []
     for number, rel_key in enumerate(rel_keys):
         part = {name: tensor.tensor_split(parts)[number] for name, tensor in batched.items()} if parts > 1 else dict(batched)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 import weakref
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,12 +13,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .calls import Calls
+from .calls import Compared as Compared
 from .isolation import in_own_thread
 from .replacement import Replacement
 from .shadow import shadow, with_random_weights
 
-LIBRARY, STRUCTURE = "library", "structure"
 IN_PLACE = "enable changes the model in place and returns a report of it; use the model itself"
 
 
@@ -42,43 +40,25 @@ class Row:
     reason: str = ""
 
 
-@dataclass
-class Compared:
-    """The calls of a model's modules that were compared with the stock forward, and those that could not be.
-
-    compared: how many. not_compared: how many, by reason. differing: modules that are stock again, and how they differed.
-    """
-
-    compared: int = 0
-    not_compared: Counter[str] = field(default_factory=Counter)
-    differing: dict[str, str] = field(default_factory=dict)
-
-
 class Report(dict[str, str]):
     """The replaced modules: their names, as ``model.named_modules()`` has them, and those of their classes.
 
     rows: a :class:`Row` for each module with relative attention, replaced or left. lengths: those that memory is counted for.
-    calls_by_name: the records of each module's calls. As text it is a table.
+    As text it is a table.
     """
 
     def __init__(self, rows: list[Row], lengths: tuple[int, ...]) -> None:
-        super().__init__({each.name: each.stock for each in rows if not each.reason})
-        self.rows, self.lengths, self.calls_by_name = rows, lengths, dict[str, Calls]()
+        super().__init__({row.name: row.stock for row in rows if not row.reason})
+        self.rows, self.lengths, self._compared = rows, lengths, Compared()
 
     def calls(self) -> Compared:
         """Return which calls were compared with the stock forward up to now."""
-        found = Compared()
-        for name, calls in self.calls_by_name.items():
-            found.compared += calls.compared
-            found.not_compared.update(calls.not_compared)
-            if calls.differs:
-                found.differing[name] = calls.differs
-        return found
+        return self._compared
 
     @property
     def left(self) -> dict[str, str]:
         """The modules that stay stock, and why."""
-        return {each.name: each.reason for each in self.rows if each.reason}
+        return {row.name: row.reason for row in self.rows if row.reason}
 
     def reasons(self) -> list[str]:
         """Return a text per group of modules that stay stock."""
@@ -99,7 +79,7 @@ class Report(dict[str, str]):
             sizes = [f"{_size(stock)} -> {_size(ours)}" for stock, ours in row.memory]
             body.append([names, row.kind, row.found, error, *sizes])
         lines = _table([head, *body]) if body else []
-        if any(each.memory for each in self.rows):
+        if any(row.memory for row in self.rows):
             lines += ["", *textwrap.wrap(MEMORY, 118)]
         if reasons := self.reasons():
             lines += ["", "left unchanged:"] if lines else ["left unchanged:"]
@@ -134,10 +114,10 @@ def _grouped(rows: list[Row]) -> list[tuple[str, Row]]:
         groups.setdefault(key, []).append(row)
     return [
         (
-            each[0].name or "the model itself" if len(each) == 1 else f"{key[0]} ({len(each)})",
-            max(each, key=lambda row: row.error or 0.0),
+            group[0].name or "the model itself" if len(group) == 1 else f"{key[0]} ({len(group)})",
+            max(group, key=lambda row: row.error or 0.0),
         )
-        for key, each in groups.items()
+        for key, group in groups.items()
     ]
 
 
@@ -157,11 +137,11 @@ class _Counter(TorchDispatchMode):
         self.counted: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inputs = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
+        inputs = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         out = func(*args, **(kwargs or {}))
-        for each in tree_leaves(out):
-            if isinstance(each, torch.Tensor):
-                storage = each.untyped_storage()
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
                 if storage._cdata not in inputs and storage._cdata not in self.counted:
                     self.counted.add(storage._cdata)
                     self.now += storage.nbytes()
@@ -186,7 +166,7 @@ def count_bytes(
     def count(model: Any, length: int, is_ours: bool) -> int | None:
         try:
             run = shadow(model, lambda tensor: tensor)  # a forward may keep what it makes
-            replacement.prepare(run)
+            replacement.ours.prepare_model(run)
             given = replacement.ours.at_length(run, length, parent)
             with torch.no_grad(), _Counter() as counter:
                 replacement.by_ours(run, given) if is_ours else replacement.by_stock(run, (), given)

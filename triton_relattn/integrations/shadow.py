@@ -37,14 +37,14 @@ def shadow(module: nn.Module, convert: Convert, replace: Callable[[nn.Module], n
             return modules[id(value)] if id(value) in modules else copied_module(value)
         return value.copy() if type(value) in (dict, list, OrderedDict) else value  # of a cache, and those of hooks
 
-    def copied_module(each: nn.Module) -> Any:
-        if replace is not None and (other := replace(each)) is not None:
-            modules[id(each)] = other
+    def copied_module(part: nn.Module) -> Any:
+        if replace is not None and (other := replace(part)) is not None:
+            modules[id(part)] = other
             return other
-        new = modules[id(each)] = object.__new__(type(each))
-        attributes = {name: copied(value) for name, value in vars(each).items()}
+        new = modules[id(part)] = object.__new__(type(part))
+        attributes = {name: copied(value) for name, value in vars(part).items()}
         for name in ("_parameters", "_buffers", "_modules"):
-            attributes[name] = {key: copied(value) for key, value in vars(each)[name].items()}
+            attributes[name] = {key: copied(value) for key, value in vars(part)[name].items()}
         vars(new).update(attributes)
         return new
 
@@ -109,7 +109,7 @@ def widths(child: nn.Module) -> tuple[int, int] | None:
     """
     if isinstance(child, nn.Sequential):
         first, others = next(iter(child), None), list(child)[1:]
-        only_drops = all(isinstance(each, (nn.Dropout, nn.Identity)) for each in others)
+        only_drops = all(isinstance(other, (nn.Dropout, nn.Identity)) for other in others)
         return widths(first) if isinstance(first, (nn.Linear, nn.Conv1d)) and only_drops else None
     if isinstance(child, nn.Conv1d):
         return (child.in_channels, child.out_channels) if child.kernel_size == (1,) and child.groups == 1 else None
@@ -122,13 +122,12 @@ def _adapted(child: nn.Module) -> tuple[int, int] | None:
     linear = [(layer.in_features, layer.out_features) for layer in child.modules() if isinstance(layer, nn.Linear)]
     if len(linear) != 3:
         return None
-    base = max(linear, key=lambda each: min(each))
+    base = max(linear, key=min)
     linear.remove(base)
-    down, up = sorted(linear, key=lambda each: each[0] != base[0])
+    down, up = sorted(linear, key=lambda sizes: sizes[0] != base[0])
     return base if down[0] == base[0] and up[1] == base[1] and down[1] == up[0] < min(base) else None
 
 
 def projections(module: nn.Module) -> dict[str, tuple[int, int]]:
     """Return the widths of the projections among the children of a module, by name."""
-    found = {name: widths(child) for name, child in module.named_children()}
-    return {name: each for name, each in found.items() if each is not None}
+    return {name: sizes for name, child in module.named_children() if (sizes := widths(child)) is not None}

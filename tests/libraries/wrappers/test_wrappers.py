@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cpu.models import Sizes, assert_same, varied
-from tests.libraries.compared import computed, modules_of
+from tests.cpu.models import Sizes, assert_same, computed, parts, varied
 from tests.libraries.standins import absent, bare, is_installed
 from tests.tolerance import assert_near
 from triton_relattn import disable, enable
@@ -160,15 +159,15 @@ WRAPPERS = (sentence_transformers, gliner, bert_score, chronos, chronos_bolt, di
 def test_wrappers(make: Any, tmp_path: Path) -> None:
     model, run, replaced = make(tmp_path)
     torch.manual_seed(0)
-    for each in modules_of(model):
+    for each in parts(model):
         varied(each).double().eval()
     torch.manual_seed(1)
     expected = computed(model, run)
     report = enable(model)
     assert set(report.values()) == replaced and not report.left, str(report)
-    with Sizes() as seen:
+    with Sizes() as sizes:
         ours = computed(model, run)
-    assert seen.ours
+    assert sizes.ours
     if len(expected) == 1:  # a scorer computes without gradients
         assert_near("out", ours["out"], expected["out"])
     else:

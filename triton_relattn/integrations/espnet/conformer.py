@@ -10,7 +10,8 @@ from espnet.nets.pytorch_backend.transformer import attention
 from espnet2.asr.encoder import conformer_encoder
 
 from ..calls import is_graph
-from ..replacement import PassesOn, with_names
+from ..libraries import with_globals
+from ..replacement import PassesOn
 from .attention import RelPositionAttention
 
 
@@ -36,7 +37,7 @@ def make_pad_mask(lengths: Any) -> torch.Tensor:
 
 
 STOCK = conformer_encoder.ConformerEncoder.forward
-SMALL = with_names(STOCK, make_pad_mask=make_pad_mask)
+SMALL = with_globals(STOCK, make_pad_mask=make_pad_mask)
 
 
 class ConformerEncoder(PassesOn, conformer_encoder.ConformerEncoder):
@@ -45,10 +46,3 @@ class ConformerEncoder(PassesOn, conformer_encoder.ConformerEncoder):
     @functools.wraps(STOCK)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return (STOCK if is_graph() else SMALL)(self, *args, **kwargs)
-
-
-CLASSES = {
-    attention.RelPositionMultiHeadedAttention: RelPositionMultiHeadedAttention,
-    attention.LegacyRelPositionMultiHeadedAttention: LegacyRelPositionMultiHeadedAttention,
-    conformer_encoder.ConformerEncoder: ConformerEncoder,
-}

@@ -42,6 +42,3 @@ class RelPositionMultiHeadedAttention(RelPositionAttention, stock.RelPositionMul
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
         given = super().example(batch, length, real)
         return given if real is not None else {name: value for name, value in given.items() if name != "mask"}
-
-
-CLASSES = {stock.RelPositionMultiHeadedAttention: RelPositionMultiHeadedAttention}

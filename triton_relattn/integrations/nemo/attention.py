@@ -92,6 +92,3 @@ class RelPositionMultiHeadAttention(InPlace, stock.RelPositionMultiHeadAttention
             hidden = (behind > LEFT) | (behind < -RIGHT) | ~(real[:, None] & real[:, :, None])
             mask = Mask(real.sum(1), left=LEFT, right=RIGHT, make=lambda: hidden)
         return {"query": states, "key": states, "value": states, "mask": mask, "pos_emb": rows}
-
-
-CLASSES = {stock.RelPositionMultiHeadAttention: RelPositionMultiHeadAttention}

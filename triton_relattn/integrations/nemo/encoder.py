@@ -64,6 +64,3 @@ class ConformerEncoder(PassesOn, stock.ConformerEncoder):
             if min(sizes[0], sizes[2]) >= 0:
                 return {"left": sizes[0], "right": sizes[2], "chunk": sizes[1]}
         return None
-
-
-CLASSES = {stock.ConformerEncoder: ConformerEncoder}

@@ -103,6 +103,3 @@ class RelPosMHAXL(InPlace, stock.RelPosMHAXL):
             return ~mask if shown is None else shown & ~mask
         mask = mask.to(query.dtype)
         return mask if shown is None else mask.masked_fill(~shown, -torch.inf)
-
-
-CLASSES = {stock.RelPosMHAXL: RelPosMHAXL}

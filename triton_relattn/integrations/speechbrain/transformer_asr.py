@@ -8,8 +8,9 @@ from typing import Any
 from speechbrain.lobes.models.transformer import TransformerASR as stock
 
 from ..calls import is_graph
+from ..libraries import with_globals
 from ..masks import ChunkedWindow
-from ..replacement import PassesOn, with_names
+from ..replacement import PassesOn
 from .attention import RelPosMHAXL
 
 
@@ -32,7 +33,7 @@ def make_masks(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
 
 
 FORWARD, ENCODE = (
-    with_names(function, make_transformer_src_tgt_masks=make_masks)
+    with_globals(function, make_transformer_src_tgt_masks=make_masks)
     for function in (stock.TransformerASR.forward, stock.TransformerASR.encode)
 )
 
@@ -52,6 +53,3 @@ class TransformerASR(PassesOn, stock.TransformerASR):
 
     def _is_enabled(self) -> bool:
         return not is_graph() and all(isinstance(layer.mha_layer, RelPosMHAXL) for layer in self.encoder.layers)
-
-
-CLASSES = {stock.TransformerASR: TransformerASR}

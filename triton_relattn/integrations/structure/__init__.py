@@ -13,14 +13,15 @@ import torch
 from torch import nn
 
 from ..._core.removed import refuse
+from ..comparison import Refused
+from ..replacement import STRUCTURE, Match
 from ..shadow import projections
 from .buckets import BucketedBias
 from .enformer import DistanceFeatures
 from .grid import DecomposedPositions
-from .kind import Kind, Refused, enabled_class
+from .kind import Kind
 from .music import PastRows
 from .not_served import recognised
-from .observation import observed
 from .shaw import ClippedDistances
 from .transformer_xl import ProjectedPositions
 from .vits import WindowedVectors
@@ -36,21 +37,23 @@ KINDS: tuple[type[Kind], ...] = (
 )
 
 
-def kind_of(module: nn.Module) -> type[Kind] | None:
-    """Return the kind of a stock module, None if it is of none.
-
-    Raises:
-        Refused: it is of a kind, and cannot be served.
-    """
-    if isinstance(module, torch.jit.ScriptModule) or not projections(module):
+def find(module: nn.Module) -> Match | None:
+    """Return the kind of a stock module, or what else it is recognised as; None if it is most likely something else."""
+    if type(module).__module__.startswith("torch.nn.") or isinstance(module, torch.jit.ScriptModule):
         return None
-    for kind in KINDS:
-        if next(kind.layouts(module), None) is not None:
-            return kind
-    return None
+    try:
+        for kind in KINDS if projections(module) else ():
+            if next(kind.layouts(module), None) is not None:
+                return Match(kind.title, STRUCTURE, kind)
+    except Refused as refused:
+        return Match("relative attention", STRUCTURE, reason=str(refused))
+    except Exception:  # an attribute may raise anything
+        return None
+    other = recognised(module)
+    return None if other is None else Match(other.title, STRUCTURE, reason=other.instead)
 
 
 if not TYPE_CHECKING:
     __getattr__ = partial(refuse, __name__)
 
-__all__ = ["KINDS", "Kind", "Refused", "enabled_class", "kind_of", "observed", "recognised"]
+__all__ = ["KINDS", "find"]

@@ -14,10 +14,10 @@ from torch import nn
 
 from ... import tables
 from ...positions import RelativePositions
-from ..operators import fused_relative_attention, join_heads, split_heads
+from ..operators import fused_relative_attention, join_heads
 from ..shadow import projections
-from .kind import ADDED, HIDDEN, SHOWN, Kind, Layout, Refused, padded, with_masks
-from .roles import assigned, is_table, own_parameters, words_of
+from .kind import ADDED, HIDDEN, SHOWN, Kind, Layout, Refused, with_masks
+from .roles import assigned, is_table, own_parameters, split_words
 
 RETURNS_ITS_BIAS = (
     "it returns its bias (1, H, N, N) for other layers to add: layers can only be replaced together, which enable does for T5 of "
@@ -29,11 +29,12 @@ class BucketedBias(Kind):
     """scale * q_i . k_j + b[bucket(j - i)]; b, an embedding of a number for each bucket and head; scale 1 or 1 / sqrt(D)."""
 
     title = "a bias by bucket of the distance (T5)"
+    mask_dims = 4
 
     @classmethod
     def layouts(cls, module: nn.Module) -> Iterator[Layout]:
         sizes = projections(module)
-        embeddings = [name for name, child in module.named_children() if is_table(child) and "bias" in words_of(name)]
+        embeddings = [name for name, child in module.named_children() if is_table(child) and "bias" in split_words(name)]
         children = assigned(list(sizes), ("out", "query", "key", "value"))
         if len(embeddings) != 1 or children is None or own_parameters(module):
             return
@@ -58,16 +59,12 @@ class BucketedBias(Kind):
     def states(self, batch: int, length: int) -> torch.Tensor:
         return 0.3 * super().states(batch, length)
 
-    def masks(self, batch: int, length: int) -> Iterator[tuple[str, torch.Tensor | None]]:
-        yield "", None
-        yield " with padding", self.stock_mask(padded(batch, length)[:, None, None])
-
     def accepts(self, module: Any, states: torch.Tensor, mask: torch.Tensor | None = None) -> bool:
         return states.dim() == 3 and (mask is None or mask.dim() == 4)
 
     def compute(self, module: Any, states: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         options = self.options
-        q, k, v = (split_heads(self.part(module, role)(states), options["width"]) for role in ("query", "key", "value"))
+        q, k, v = self.project(module, query=states, key=states, value=states)
         positions = RelativePositions(-options["furthest"], options["furthest"] if options["both"] else 0)
         distances = torch.arange(positions.first, positions.last + 1, device=q.device)
         buckets = tables.t5_buckets(distances, options["buckets"], options["furthest"], options["both"])

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ...positions import RelativePositions
-from ..operators import attend, join_heads, split_heads
+from ..operators import attend, join_heads
 from .kind import Kind, Layout
 from .roles import argument_roles, transformer_xl_roles
 
@@ -59,8 +59,8 @@ class DistanceFeatures(Kind):
         return ((1, 1536),) if getattr(module, "use_tf_gamma", False) else ((2, 11), (2, 5), (2, 23))
 
     @classmethod
-    def prepare(cls, model: Any) -> None:
-        super().prepare(model)
+    def prepare_model(cls, model: Any) -> None:
+        super().prepare_model(model)
         for name, value in vars(model).items():
             if isinstance(value, torch.Tensor):  # Borzoi's features of its first call's length
                 vars(model)[name] = None
@@ -82,9 +82,9 @@ class DistanceFeatures(Kind):
 
     def compute(self, module: Any, states: torch.Tensor) -> torch.Tensor:
         width, last = self.options["width"], states.shape[1] - 1
-        q, k = (split_heads(self.part(module, role)(states), width) for role in ("query", "key"))
+        q, k = self.project(module, query=states, key=states)
         v = self.part(module, "value")(states).unflatten(-1, (q.shape[1], -1)).transpose(1, 2)  # of another width
-        rel_key = split_heads(self.part(module, "position")(self.features(module, states))[None], width)
+        (rel_key,) = self.project(module, position=self.features(module, states)[None])
         u, v_bias = (self.part(module, name).reshape(-1, width) * width**0.5 for name in ("content_bias", "position_bias"))
         positions = RelativePositions(-last, last, "error")
         out = attend(q, k, v, rel_key, u, v_bias, positions, width**-0.5, dropout_p=self.dropout_p(module))

@@ -17,7 +17,7 @@ from ..comparison import Sample
 from ..operators import decomposed_relative_attention
 from ..shadow import projections
 from .kind import Kind, Layout, Refused
-from .roles import argument_roles, own_parameters, words_of
+from .roles import argument_roles, own_parameters, split_words
 
 AXES = {"rel_pos_h": {"h", "height", "y", "vertical"}, "rel_pos_w": {"w", "width", "x", "horizontal"}}
 
@@ -34,10 +34,10 @@ class DecomposedPositions(Kind):
     def layouts(cls, module: nn.Module) -> Iterator[Layout]:
         sizes, own = projections(module), own_parameters(module)
         joint = [name for name, (taken, given) in sizes.items() if given % 3 == 0 and given > taken]
-        tables = [name for name, table in own.items() if table.dim() == 2 and {"rel", "relative"} & set(words_of(name))]
+        tables = [name for name, table in own.items() if table.dim() == 2 and {"rel", "relative"} & set(split_words(name))]
         if len(sizes) != 2 or len(joint) != 1 or len(tables) != 2:
             return
-        axes = {role: next((name for name in tables if axis & set(words_of(name))), None) for role, axis in AXES.items()}
+        axes = {role: next((name for name in tables if axis & set(split_words(name))), None) for role, axis in AXES.items()}
         width = own[tables[0]].shape[1]
         if None in axes.values() or own[tables[1]].shape[1] != width or sizes[joint[0]][1] // 3 % width:
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,9 +15,10 @@ from ..comparison import Refused as Refused
 from ..comparison import Sample
 from ..in_place import FEWEST
 from ..in_place import padded as padded
-from ..operators import drop_probability
+from ..operators import drop_probability, split_heads
 from ..replacement import ATTRIBUTE, Replacement
 from ..shadow import projections
+from .observation import observed
 from .roles import MASK, argument_roles
 
 STATES = ("states", "query", "key", "value")
@@ -48,7 +49,7 @@ class Layout:
 
     def argument(self, role: str) -> str | None:
         """Return the name of the argument with this role."""
-        return next((name for name, each in self.arguments if each == role), None)
+        return next((name for name, its_role in self.arguments if its_role == role), None)
 
     def __str__(self) -> str:
         has_mask = self.argument(MASK) is not None
@@ -63,6 +64,8 @@ class Kind:
     """
 
     title: ClassVar[str]
+    mask_dims: ClassVar[int] = 2
+    """The dimensions of a mask of padding, (B, N), (B, 1, N) or (B, 1, 1, N)."""
     fewest = FEWEST
     small = constants = ()
     passes_on = lacks_weights = False
@@ -82,15 +85,30 @@ class Kind:
 
     @staticmethod
     def make_layout(module: nn.Module, roles: dict[str, str], arguments: dict[str, str], **options: Any) -> Layout:
-        """Return a layout; the options have the width of a head."""
-        role = next(each for each in ("query", "qkv", "out") if each in roles)
+        """Return a layout. Options have the width of a head, and which dimensions are swapped if states are not (B, N, C)."""
+        role = next(role for role in ("query", "qkv", "out") if role in roles)
         channels, projected = projections(module)[roles[role]]
         heads = projected // options["width"] // (3 if role == "qkv" else 1)
         return Layout(tuple(roles.items()), tuple(arguments.items()), tuple(options.items()), channels, heads)
 
+    @classmethod
+    def candidates(cls, module: Any, model: Any) -> Iterator[tuple[str, Callable[[], Replacement]]]:
+        """Yield descriptions of the replacements for a module, and functions that return them. model: its shadow."""
+        stock = type(module)
+        for layout in cls.layouts(module):
+
+            def make(layout: Layout = layout) -> Replacement:
+                return cls(stock, observed(cls, layout, model)).replacement()
+
+            yield f" (read as {layout})", make
+
     def replacement(self) -> Replacement:
         compute: Any = self.compute
         return Replacement(self.stock, self, compute, dict(self.layout.arguments), mask=self.layout.argument(MASK) or "")
+
+    def replacing_class(self) -> type[nn.Module]:
+        """Return the class in place of the stock class."""
+        return enabled_class(type(self), self.stock, self.layout)  # type: ignore[arg-type]
 
     # Arguments of a comparison.
 
@@ -99,11 +117,13 @@ class Kind:
         raise NotImplementedError
 
     def states(self, batch: int, length: int) -> torch.Tensor:
-        return torch.randn(batch, length, self.layout.channels)
+        return self.swap(torch.randn(batch, length, self.layout.channels))
 
     def masks(self, batch: int, length: int) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Yield masks of the stock module, each with its name: the one for a count of memory first."""
         yield "", None
+        real = padded(batch, length)
+        yield " with padding", self.stock_mask(real.view(batch, *(1,) * (self.mask_dims - 2), length))
 
     def stock_mask(self, visible: torch.Tensor) -> torch.Tensor:
         """Return the mask of the stock module for what queries see, bool."""
@@ -130,9 +150,9 @@ class Kind:
         return self.example(module, 1, length, next(self.masks(1, length))[1])
 
     @classmethod
-    def prepare(cls, model: Any) -> None:
+    def prepare_model(cls, model: Any) -> None:
         """Give the dropout modules of a shadow different probabilities, so that none is taken for another."""
-        for number, dropout in enumerate(each for each in model.modules() if isinstance(each, nn.Dropout)):
+        for number, dropout in enumerate(child for child in model.modules() if isinstance(child, nn.Dropout)):
             dropout.p = 0.05 * (number % 15 + 1)
 
     def without_dropout(self, module: Any) -> None:
@@ -172,17 +192,26 @@ class Kind:
         positions = states.numel() // max(states.shape[0] * self.layout.channels, 1)
         return int(states.shape[0] * self.layout.heads * positions**2)
 
-    def positions_of(self, given: dict[str, Any]) -> None:
+    def num_positions(self, given: dict[str, Any]) -> None:
         """A mask has no more positions than the output."""
 
     def counted(self, mask: torch.Tensor) -> torch.Tensor | None:
         visible: Any = self.attn_mask(mask)
         visible = (visible > LOW if visible.is_floating_point() else visible).any(-1)  # (B, 1 or H, 1 or N)
-        return visible.any(1)[..., None] if visible.shape[1] == 1 else None
+        return self.swap(visible.any(1)[..., None]) if visible.shape[1] == 1 else None
 
     def part(self, module: Any, role: str) -> Any:
         """Return the child or the parameter that has a role."""
         return getattr(module, self.roles[role])
+
+    def swap(self, states: torch.Tensor) -> torch.Tensor:
+        """Return states (B, N, C) as the stock module has them, or the other way round."""
+        swapped = self.options.get("swapped")
+        return states.transpose(*swapped) if swapped else states
+
+    def project(self, module: Any, **states: torch.Tensor) -> list[torch.Tensor]:
+        """Return heads (B, H, N, D) by the projections with these roles."""
+        return [split_heads(self.swap(self.part(module, role)(value)), self.options["width"]) for role, value in states.items()]
 
     def attn_mask(self, mask: torch.Tensor | None) -> torch.Tensor | None:
         """Return the operator's mask of the stock module's: (B, N), (B, 1 or N, N) or (B, 1 or H, 1 or N, N)."""
@@ -199,7 +228,7 @@ class Kind:
 
     def output(self, module: Any, states: torch.Tensor) -> torch.Tensor:
         """Return the states (B, ..., H * D) behind the output's projection, and its dropout, if it has one."""
-        out: torch.Tensor = self.part(module, "out")(states)
+        out: torch.Tensor = self.part(module, "out")(self.swap(states))
         if isinstance(vars(module).get("attn"), torch.Tensor):
             module.attn = None  # the weights that stock classes leave there, (B, H, N, N)
         return getattr(module, self.layout.drops_out)(out) if self.layout.drops_out else out
@@ -208,7 +237,7 @@ class Kind:
 def with_masks(forward: Any, states: Sequence[str], *meanings: str) -> list[tuple[dict[str, str], str]]:
     """Return the roles that arguments of a forward may have, each with a meaning of its mask; the first, if it has no mask."""
     roles = argument_roles(forward, states)
-    return [(each, means) for each in roles for means in (meanings if MASK in each.values() else meanings[:1])]
+    return [(given, means) for given in roles for means in (meanings if MASK in given.values() else meanings[:1])]
 
 
 @functools.cache

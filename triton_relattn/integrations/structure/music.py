@@ -15,10 +15,11 @@ from torch import nn
 from torch.nn.functional import linear
 
 from ...positions import RelativePositions
+from ..in_place import num_heads
 from ..operators import fused_relative_attention, join_heads, split_heads
 from ..shadow import projections
 from .kind import ADDED, HIDDEN, LOW, SHOWN, Kind, Layout
-from .roles import MASK, argument_roles, assigned, is_table, own_parameters, weight_of, words_of
+from .roles import MASK, argument_roles, assigned, is_table, own_parameters, split_words, table_weight
 
 STATES = ("query", "key", "value")
 
@@ -35,18 +36,18 @@ class PastRows(Kind):
     @classmethod
     def layouts(cls, module: nn.Module) -> Iterator[Layout]:
         own, sizes = own_parameters(module), projections(module)
-        tables = [name for name, child in module.named_children() if is_table(child) and "bias" not in words_of(name)]
+        tables = [name for name, child in module.named_children() if is_table(child) and "bias" not in split_words(name)]
         children = assigned(list(sizes), ("out", "query", "key", "value"))
         if children is not None and len(tables) == 1 and not own:
             channels = sizes[children["query"]][1]
-            heads = getattr(module, "num_heads", getattr(module, "n_heads", getattr(module, "heads", 0)))
+            heads = num_heads(module, 0)
             if getattr(module, tables[0]).weight.shape[1] != channels or not heads or channels % heads:
                 return
             roles, clips, width = {**children, "rel_key": tables[0]}, True, channels // heads
         else:
-            joint = [name for name, each in own.items() if each.dim() == 2 and each.shape[0] == 3 * each.shape[1]]
-            others = [name for name, each in own.items() if each.dim() == 2 and name not in joint]
-            biases = [name for name, each in own.items() if each.dim() == 1]
+            joint = [name for name, weight in own.items() if weight.dim() == 2 and weight.shape[0] == 3 * weight.shape[1]]
+            others = [name for name, weight in own.items() if weight.dim() == 2 and name not in joint]
+            biases = [name for name, weight in own.items() if weight.dim() == 1]
             if len(sizes) != 1 or len(joint) != 1 or len(others) != 1 or len(biases) > 1 or len(own) != 2 + len(biases):
                 return
             (out,) = sizes
@@ -55,18 +56,14 @@ class PastRows(Kind):
                 return
             roles = {"out": out, "joint": joint[0], "rel_key": others[0], **({"joint_bias": biases[0]} if biases else {})}
         forward = type(module).forward
-        for arguments, means, batch_first in itertools.product(_arguments(forward), (ADDED, HIDDEN, SHOWN), (True, False)):
-            yield cls.make_layout(module, roles, arguments, mask=means, width=width, batch_first=batch_first, clips=clips)
+        for arguments, means, swapped in itertools.product(_arguments(forward), (ADDED, HIDDEN, SHOWN), (None, (0, 1))):
+            yield cls.make_layout(module, roles, arguments, mask=means, width=width, swapped=swapped, clips=clips)
 
     def sizes(self, module: Any) -> Iterable[tuple[int, int]]:
-        rows = len(weight_of(self.part(module, "rel_key")))
+        rows = len(table_weight(self.part(module, "rel_key")))
         yield from ((batch, min(rows, length)) for batch, length in ((2, 9), (1, 5), (3, 67)))
         if self.options["clips"] and rows < 256:
             yield 1, rows + 7
-
-    def states(self, batch: int, length: int) -> torch.Tensor:
-        states = super().states(batch, length)
-        return states if self.options["batch_first"] else states.transpose(0, 1)
 
     def masks(self, batch: int, length: int) -> Iterator[tuple[str, torch.Tensor | None]]:
         yield ", causal", self.stock_mask(torch.ones(length, length, dtype=torch.bool).tril())
@@ -79,10 +76,10 @@ class PastRows(Kind):
         value: torch.Tensor,
         mask: torch.Tensor | None = None,
     ) -> bool:
-        length = query.shape[1 if self.options["batch_first"] else 0]
+        length = self.swap(query).shape[1]
         if query.dim() != 3 or key.shape != query.shape or mask is None or mask.shape[-2:] != (length, length):
             return False
-        if not self.options["clips"] and length > len(weight_of(self.part(module, "rel_key"))):
+        if not self.options["clips"] and length > len(table_weight(self.part(module, "rel_key"))):
             return False
         return mask.dim() in (2, 4) and self._hides_future(mask)
 
@@ -98,18 +95,21 @@ class PastRows(Kind):
         return bool((hidden | ~future).all())
 
     def pairs(self, module: Any, **given: Any) -> int:
-        query = given["query"]
-        return query.numel() // self.options["width"] * query.shape[1 if self.options["batch_first"] else 0]  # type: ignore[no-any-return]
+        query = self.swap(given["query"])
+        return query.numel() // self.options["width"] * query.shape[1]
 
     def compute(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
     ) -> torch.Tensor:
-        width, batch_first = self.options["width"], self.options["batch_first"]
-        q, k, v = (
-            split_heads(each if batch_first else each.transpose(0, 1), width)
-            for each in self._projected(module, query, key, value)
-        )
-        table = weight_of(self.part(module, "rel_key")).to(q.dtype)
+        width = self.options["width"]
+        if "joint" in self.roles:
+            weights = self.part(module, "joint").chunk(3)
+            biases = self.part(module, "joint_bias").chunk(3) if "joint_bias" in self.roles else (None,) * 3
+            projected = map(linear, (query, key, value), weights, biases)
+            q, k, v = (split_heads(self.swap(states), width) for states in projected)
+        else:
+            q, k, v = self.project(module, query=query, key=key, value=value)
+        table = table_weight(self.part(module, "rel_key")).to(q.dtype)
         rel_key = table if table.shape[1] == width else table.unflatten(1, (-1, width)).transpose(0, 1)
         out = fused_relative_attention(
             q,
@@ -121,28 +121,15 @@ class PastRows(Kind):
             is_causal=True,
             dropout_p=self.dropout_p(module),
         )
-        states = join_heads(out)
-        return self.output(module, states if batch_first else states.transpose(0, 1))
+        return self.output(module, join_heads(out))
 
     def attn_mask(self, mask: torch.Tensor | None) -> torch.Tensor | None:
         return super().attn_mask(mask[None, None] if mask is not None and mask.dim() == 2 else mask)
-
-    def counted(self, mask: torch.Tensor) -> torch.Tensor | None:
-        found = super().counted(mask)
-        return found if found is None or self.options["batch_first"] else found.transpose(0, 1)
-
-    def _projected(self, module: Any, *states: torch.Tensor) -> list[torch.Tensor]:
-        """Return queries, keys and values of all heads."""
-        if "joint" not in self.roles:
-            return [self.part(module, role)(each) for role, each in zip(STATES, states, strict=True)]
-        weights = self.part(module, "joint").chunk(3)
-        biases = self.part(module, "joint_bias").chunk(3) if "joint_bias" in self.roles else (None,) * 3
-        return [linear(*each) for each in zip(states, weights, biases, strict=True)]
 
 
 def _arguments(forward: Any) -> Iterator[dict[str, str]]:
     """Yield the roles of the arguments of a forward, with each of its masks as the one that hides the future."""
     for roles in argument_roles(forward, STATES):
-        masks = [name for name in inspect.signature(forward).parameters if "mask" in words_of(name)]
+        masks = [name for name in inspect.signature(forward).parameters if "mask" in split_words(name)]
         for mask in masks:
             yield {**{name: role for name, role in roles.items() if role in STATES}, mask: MASK}

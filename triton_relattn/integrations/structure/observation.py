@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ..comparison import Refused, arguments_of, copied, described, dtype_of, run, values
-from .kind import Kind, Layout
+from ..comparison import Refused, cloned_arguments, copied, described, model_dtype, run, values
+
+if TYPE_CHECKING:
+    from .kind import Kind, Layout
 
 OF_MODULES = frozenset(vars(nn.Module()))
 """Attributes that torch's own class has."""
@@ -38,14 +40,14 @@ def observed(kind: type[Kind], layout: Layout, model: Any) -> Layout:
         model.train(training)
         before = _state(model)
         with torch.no_grad():
-            dtype = dtype_of(model)
-            runs = [run(replacement, model, arguments_of(sample, dtype), False, dtype) for _ in range(2)]
+            dtype = model_dtype(model)
+            runs = [run(replacement, model, cloned_arguments(sample, dtype), False, dtype) for _ in range(2)]
         returned = runs[0][0]
         returns = described(returned, sample)
         probabilities |= runs[0][1]
         changed = {name: value for name, value in _state(model).items() if not _is_same(value, before.get(name))}
         counted = [name for name, value in changed.items() if isinstance(value, (bool, int, float, str))]
-        if counted or not torch.equal(*(next(values(each)) for each, _ in runs)):
+        if counted or not torch.equal(*(next(values(out)) for out, _ in runs)):
             names = counted or list(changed) or ["something"]
             raise Refused(f"its forward changes {', '.join(names)}, on which what it computes next may depend")
     weights = [name for name, shape in shapes.items() if len(shape) >= 3 and shape[-2:] == sample.pairs]

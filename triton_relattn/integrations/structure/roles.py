@@ -25,9 +25,9 @@ WORDS = {
 """The words that say which part an attribute plays, the clearest first."""
 
 
-def words_of(name: str) -> list[str]:
+def split_words(name: str) -> list[str]:
     """Return the words of a name, ``to_rel_k`` or ``toRelK``, in lower case."""
-    return [each.lower() for each in re.findall(r"[A-Z]?[a-z]+|[A-Z]+|\d+", name)]
+    return [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+|\d+", name)]
 
 
 def assigned(names: Sequence[str], roles: Sequence[str]) -> dict[str, str] | None:
@@ -41,7 +41,7 @@ def assigned(names: Sequence[str], roles: Sequence[str]) -> dict[str, str] | Non
     remaining, found = list(names), {}
     for role in roles:
         for word in WORDS[role]:
-            matching = [name for name in remaining if word in words_of(name)]
+            matching = [name for name in remaining if word in split_words(name)]
             if len(matching) == 1:
                 found[role] = matching[0]
                 remaining.remove(matching[0])
@@ -60,7 +60,7 @@ def is_table(child: nn.Module) -> bool:
     return isinstance(child, nn.Embedding) and child.max_norm is None
 
 
-def weight_of(table: Any) -> Any:
+def table_weight(table: Any) -> Any:
     """Return the weight of an embedding, or a parameter itself."""
     return table.weight if isinstance(table, nn.Embedding) else table
 
@@ -97,28 +97,25 @@ def argument_roles(forward: Any, states: Sequence[str]) -> Iterator[dict[str, st
     Without an argument that is called a mask, each one but the first may be it. What has no role is left at its default: an
     argument that has none, and of several masks all but the first.
     """
-    parameters = [
-        each
-        for each in list(inspect.signature(forward).parameters.values())[1:]
-        if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-    ]
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = [item for item in list(inspect.signature(forward).parameters.values())[1:] if item.kind not in variadic]
     named: dict[str, str] = {}
     unnamed = []
-    for each in parameters:
-        words = set(words_of(each.name))
+    for parameter in parameters:
+        words = set(split_words(parameter.name))
         role = next((role for role, names in ARGUMENTS.items() if words & set(names)), "")
         if not role:
-            unnamed.append(each)
+            unnamed.append(parameter)
         elif role not in named.values():
-            named[each.name] = role
-    needed = {each.name for each in parameters if each.default is each.empty}
-    masks = [None] if MASK in named.values() else [*(each.name for each in reversed(unnamed[1:])), None]
+            named[parameter.name] = role
+    needed = {parameter.name for parameter in parameters if parameter.default is parameter.empty}
+    masks = [None] if MASK in named.values() else [*(parameter.name for parameter in reversed(unnamed[1:])), None]
     for mask in masks:
         remaining, roles = list(states), dict(named)
-        for each in unnamed:
-            if each.name == mask:
-                roles[each.name] = MASK
-            elif remaining and each.default is each.empty:
-                roles[each.name] = remaining.pop(0)
+        for parameter in unnamed:
+            if parameter.name == mask:
+                roles[mask] = MASK
+            elif remaining and parameter.name in needed:
+                roles[parameter.name] = remaining.pop(0)
         if states[0] in roles.values() and needed <= set(roles):
             yield roles

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from ...positions import RelativePositions
-from ..operators import fused_relative_attention, join_heads, split_heads
+from ..operators import fused_relative_attention, join_heads
 from ..shadow import projections
-from .kind import HIDDEN, SHOWN, Kind, Layout, padded, with_masks
-from .roles import assigned, is_table, own_parameters, weight_of
+from .kind import HIDDEN, SHOWN, Kind, Layout, with_masks
+from .roles import assigned, is_table, own_parameters, table_weight
 
 
 class ClippedDistances(Kind):
@@ -49,13 +49,9 @@ class ClippedDistances(Kind):
             yield cls.make_layout(module, roles, arguments, flipped=flipped, mask=means, width=width)
 
     def sizes(self, module: Any) -> Iterable[tuple[int, int]]:
-        clipped = len(weight_of(self.part(module, "rel_key"))) // 2
+        clipped = len(table_weight(self.part(module, "rel_key"))) // 2
         longest = [(2, clipped + 7), (1, 130)] if clipped < 256 else [(2, 61), (1, 130), (1, clipped + 9)]
         return (2, 11), (1, 5), *longest
-
-    def masks(self, batch: int, length: int) -> Iterator[tuple[str, torch.Tensor | None]]:
-        yield "", None
-        yield " with padding", self.stock_mask(padded(batch, length))
 
     def accepts(self, module: Any, states: torch.Tensor, mask: torch.Tensor | None = None) -> bool:
         table = self.part(module, "rel_key")
@@ -69,13 +65,12 @@ class ClippedDistances(Kind):
         return visible[:, 0, 0, :, None]  # type: ignore[no-any-return]
 
     def compute(self, module: Any, states: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        query = self.part(module, "query")(states)
         if "key_value" in self.roles:
-            key, value = self.part(module, "key_value")(states).chunk(2, dim=-1)
+            q, key_value = self.project(module, query=states, key_value=states)
+            k, v = key_value.chunk(2, dim=1)
         else:
-            key, value = self.part(module, "key")(states), self.part(module, "value")(states)
-        q, k, v = (split_heads(each, self.options["width"]) for each in (query, key, value))
-        rel_key = weight_of(self.part(module, "rel_key")).to(q.dtype)
+            q, k, v = self.project(module, query=states, key=states, value=states)
+        rel_key = table_weight(self.part(module, "rel_key")).to(q.dtype)
         rel_key = rel_key.flip(0) if self.options["flipped"] else rel_key
         last = len(rel_key) // 2
         positions = RelativePositions(-last, last)

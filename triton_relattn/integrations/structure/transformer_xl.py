@@ -16,7 +16,7 @@ from torch import nn
 
 from ...positions import RelativePositions
 from ..comparison import Sample
-from ..operators import attend, join_heads, split_heads
+from ..operators import attend, join_heads
 from ..shadow import projections
 from .kind import ADDED, HIDDEN, SHOWN, Kind, Layout, padded, with_masks
 from .roles import CACHE, MASK, POSITIONS, transformer_xl_roles
@@ -114,10 +114,8 @@ class ProjectedPositions(Kind):
         mask: torch.Tensor | None = None,
         cache: torch.Tensor | None = None,
     ) -> Any:
-        options = self.options
-        key, width = query if key is None else key, options["width"]
-        states = (("query", query), ("key", key), ("value", key if value is None else value))
-        q, k, v = (split_heads(self.part(module, role)(each), width) for role, each in states)
+        options, key = self.options, query if key is None else key
+        q, k, v = self.project(module, query=query, key=key, value=key if value is None else value)
         if cache is not None and cache.numel() > 0:
             past_key, past_value = cache.chunk(2, dim=-1)
             k, v = torch.cat((past_key, k), 2), torch.cat((past_value, v), 2)
@@ -125,13 +123,14 @@ class ProjectedPositions(Kind):
         if options["rows"] != LATEST:
             last = 0
             positions = positions[:, : 1 - first]
-        u, v_bias = (self.part(module, name).reshape(-1, width) for name in ("content_bias", "position_bias"))
+        u, v_bias = (self.part(module, role).reshape(-1, options["width"]) for role in ("content_bias", "position_bias"))
+        (rel_key,) = self.project(module, position=positions)
         visible = self.attn_mask(mask)
         out = attend(
             q,
             k,
             v,
-            split_heads(self.part(module, "position")(positions), width),
+            rel_key,
             u,
             v_bias,
             RelativePositions(first, last, "error" if options["rows"] == LATEST else "zero"),

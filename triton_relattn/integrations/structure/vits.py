@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from ...positions import RelativePositions
-from ..operators import fused_relative_attention, join_heads, split_heads
+from ..in_place import num_heads
+from ..operators import fused_relative_attention, join_heads
 from ..shadow import projections
 from .kind import HIDDEN, SHOWN, Kind, Layout, padded, with_masks
 from .roles import assigned, own_parameters
@@ -41,27 +42,23 @@ class WindowedVectors(Kind):
         table_roles = assigned(tables, ("rel_key", "rel_value")) if tables else {}
         if children is None or table_roles is None:
             return
-        heads = getattr(module, "n_heads", getattr(module, "num_heads", 0))
+        heads = num_heads(module, 0)
         channels = sizes[children["query"]][1]
         width = own[tables[0]].shape[2] if tables else channels // heads if heads else 0
         if not width or channels % width or any(own[name].shape != own[tables[0]].shape for name in tables):
             return
         block = getattr(module, "block_length", getattr(module, "input_length", None))
         choices = (False, True) if proximal is None else (bool(proximal),)
-        channels_first = isinstance(getattr(module, children["query"]), nn.Conv1d)
+        swapped = (1, 2) if isinstance(getattr(module, children["query"]), nn.Conv1d) else None  # (B, C, N)
         masks = with_masks(type(module).forward, ("query", "key"), SHOWN, HIDDEN)
         for bias, (arguments, means) in itertools.product(choices, masks):
             roles = {**children, **table_roles}
-            options = {"block": block, "width": width, "channels_first": channels_first}
+            options = {"block": block, "width": width, "swapped": swapped}
             yield cls.make_layout(module, roles, arguments, proximal=bias, mask=means, **options)
 
     def sizes(self, module: Any) -> Iterable[tuple[int, int]]:
         window = self.part(module, "rel_key").shape[1] // 2 if "rel_key" in self.roles else 0
         return (2, window + 7), (1, max(window - 1, 2)), (3, 2 * window + 11), (1, 2 * window + 120)
-
-    def states(self, batch: int, length: int) -> torch.Tensor:
-        states = super().states(batch, length)
-        return states.mT if self.options["channels_first"] else states
 
     def masks(self, batch: int, length: int) -> Iterator[tuple[str, torch.Tensor | None]]:
         yield "", None
@@ -78,9 +75,8 @@ class WindowedVectors(Kind):
     def compute(
         self, module: Any, query: torch.Tensor, key: torch.Tensor | None = None, mask: torch.Tensor | None = None
     ) -> torch.Tensor:
-        options, others = self.options, query if key is None else key
-        parts = (self.part(module, name)(states) for name, states in (("query", query), ("key", others), ("value", others)))
-        q, k, v = (split_heads(part.mT if options["channels_first"] else part, options["width"]) for part in parts)
+        options, key = self.options, query if key is None else key
+        q, k, v = self.project(module, query=query, key=key, value=key)
         length = q.shape[2]
         term: dict[str, Any] = {}
         if options["block"] is not None and mask is not None:
@@ -99,9 +95,4 @@ class WindowedVectors(Kind):
             term["rel_bias"] = -torch.log1p(distances.to(torch.promote_types(q.dtype, torch.float32)))
             term["positions"] = RelativePositions(1 - length, length - 1, outside="zero")
         out = fused_relative_attention(q, k, v, attn_mask=self.attn_mask(mask), dropout_p=self.dropout_p(module), **term)
-        states = join_heads(out)
-        return self.output(module, states.mT if options["channels_first"] else states)
-
-    def counted(self, mask: torch.Tensor) -> torch.Tensor | None:
-        found = super().counted(mask)
-        return found if found is None or not self.options["channels_first"] else found.mT
+        return self.output(module, join_heads(out))

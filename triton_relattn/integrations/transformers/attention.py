@@ -40,7 +40,7 @@ class Attention(InPlace):
 class ChunkedAttention(Attention):
     """Mixin: the stock forward computes chunks of queries, or blocks, with ``context_size`` keys each."""
 
-    def keys_of_a_query(self, keys: int) -> int:
+    def keys_per_query(self, keys: int) -> int:
         return min(keys, self.context_size)  # type: ignore[no-any-return]
 
 

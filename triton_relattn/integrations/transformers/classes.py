@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 
-from .. import replacement
+from ..libraries import Library, Source
 from .families import FAMILIES
 
 ENCODER = "encoder.Encoder"
@@ -113,18 +113,15 @@ CLASSES: dict[str, dict[str, str]] = {
 """By the model's folder in transformers: the name of a stock class, and the general class, ``module.Class`` here."""
 
 SOURCES = tuple(
-    replacement.Source(f"transformers.models.{family.folder}.modeling_{family.folder}", __name__, f"{family.name}: {family.adds}")
+    Source(
+        f"transformers.models.{family.folder}.modeling_{family.folder}",
+        f"{family.name}: {family.adds}",
+        {name: f"classes.{family.folder}_{name}" for name in CLASSES[family.folder]},
+    )
     for family in FAMILIES
     if family.inside is None
 )
-LIBRARY = replacement.Library("transformers", SOURCES, oldest="5.0")
-
-
-def classes(stock: str) -> dict[type, type]:
-    """Return the stock classes of a module of transformers, each with the one in its place."""
-    folder = stock.rpartition(".modeling_")[2]
-    module = importlib.import_module(stock)
-    return {getattr(module, name): replacing_class(folder, name) for name in CLASSES[folder]}
+LIBRARY = Library("transformers", __package__, SOURCES, oldest="5.0")
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from ...positions import RelativePositions
 from ..calls import is_graph
-from ..compact import Compact, dense_of, is_small
+from ..compact import Compact, is_small, to_dense
 from ..operators import fused_relative_attention, join_heads, split_heads
 from .attention import ChunkedAttention, query_key_value
 from .encoder import Encoder
@@ -118,4 +118,4 @@ class Gemma4AudioModel(Encoder):
         if is_graph() or not is_small(mask_4d):
             return make(mask_4d)  # type: ignore[no-any-return]
         small = mask_4d.small if isinstance(mask_4d, Compact) else mask_4d
-        return Compact.of(small, lambda _: make(dense_of(mask_4d)))  # type: ignore[no-any-return]
+        return Compact.of(small, lambda _: make(to_dense(mask_4d)))  # type: ignore[no-any-return]

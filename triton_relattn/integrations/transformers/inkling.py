@@ -11,8 +11,8 @@ from transformers.models.inkling import modeling_inkling as stock
 
 from ... import tables
 from ...positions import RelativePositions
+from ..libraries import argument_name
 from ..operators import join_heads, split_heads
-from ..replacement import argument_name
 from . import masks
 from .attention import Attention, causal_attention, first_position, hides_future, update_cache
 from .encoder import Encoder

@@ -13,8 +13,8 @@ from transformers.utils.output_capturing import capture_outputs
 
 from ..calls import is_graph
 from ..compact import Compact
+from ..libraries import argument_name, with_globals
 from ..operators import join_heads
-from ..replacement import argument_name, with_names
 from .attention import Attention
 from .encoder import Encoder
 from .inkling import attend, example
@@ -134,5 +134,5 @@ def no_distances(*args: Any, **given: Any) -> Any:
 class TextModel(Encoder):
     if not IS_5_23:
         forward = merge_with_config_defaults(
-            capture_outputs(with_names(inspect.unwrap(stock.Inkling2TextModel.forward), get_relative_distance=no_distances))
+            capture_outputs(with_globals(inspect.unwrap(stock.Inkling2TextModel.forward), get_relative_distance=no_distances))
         )

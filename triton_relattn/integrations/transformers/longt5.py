@@ -64,7 +64,7 @@ class LocalAttention(Attention):
         """Return whether ours computes a call: without a mask stock attention sees all of three blocks."""
         return super().serves() and mask is not None
 
-    def keys_of_a_query(self, keys: int) -> int:
+    def keys_per_query(self, keys: int) -> int:
         return min(keys, 3 * self.block_len)  # type: ignore[no-any-return]
 
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:

@@ -11,10 +11,11 @@ from transformers.models.nemotron_asr_streaming import modeling_nemotron_asr_str
 
 from ...positions import RelativePositions
 from ..calls import is_graph
-from ..compact import Compact, dense_of
+from ..compact import Compact, to_dense
+from ..libraries import argument_name
 from ..masks import ChunkedWindow
 from ..operators import attend, join_heads, split_heads
-from ..replacement import PassesOn, argument_name
+from ..replacement import PassesOn
 from .attention import Attention, first_position, query_key_value, sees_a_key
 from .encoder import Encoder
 from .masks import PADDING
@@ -71,7 +72,7 @@ class StreamingAttention(Attention):
     def serves(self, chunks: tuple[int, int] | None = None) -> bool:  # type: ignore[override]
         return super().serves() and chunks is not None
 
-    def keys_of_a_query(self, keys: int) -> int:
+    def keys_per_query(self, keys: int) -> int:
         return min(keys, self.config.sliding_window + 1)  # type: ignore[no-any-return]
 
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
@@ -123,7 +124,7 @@ class StreamingBlock(PassesOn):
             queries = hidden_states.shape[1]
             offsets = first_in_chunks(chunks, kwargs.get(CACHE), self.self_attn.layer_idx, queries)
             all_masked_rows = ~sees_a_key(chunk_window(small[:, 0, 0], chunks, *offsets), queries)[:, None]
-        given = {"attention_mask": attention_mask, "all_masked_rows": dense_of(all_masked_rows)}
+        given = {"attention_mask": attention_mask, "all_masked_rows": to_dense(all_masked_rows)}
         if chunks is not None:
             kwargs["chunks"] = chunks
         return super().forward(hidden_states, **given, **kwargs)  # type: ignore[misc, no-any-return]

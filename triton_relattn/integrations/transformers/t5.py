@@ -11,7 +11,7 @@ from transformers.cache_utils import EncoderDecoderCache
 
 from ... import tables
 from ...positions import RelativePositions
-from ..compact import Compact, dense_of, rows
+from ..compact import Compact, rows, to_dense
 from ..operators import fused_relative_attention, join_heads, split_heads
 from . import masks
 from .attention import Attention, additive_mask, causal_attention, first_position, hides_future
@@ -132,7 +132,7 @@ def with_mask(module: Any, bias: Any, mask: Any) -> Any:
     """Return what layers pass on, to which those of older versions add the mask."""
     if mask is None or not isinstance(bias, Compact) or not adds_mask_to_bias(module):
         return bias
-    return Compact.of(bias.small, lambda small: bias.changed(small).dense() + dense_of(mask)[..., : bias.shape[-1]])
+    return Compact.of(bias.small, lambda small: bias.changed(small).dense() + to_dense(mask)[..., : bias.shape[-1]])
 
 
 class Pix2StructAttention(BucketedAttention):

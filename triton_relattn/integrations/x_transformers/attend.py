@@ -87,7 +87,7 @@ class Attend(InPlace, stock.Attend):
         return q.shape[:3].numel() * k.shape[2]
 
     @staticmethod
-    def positions_of(given: dict[str, Any]) -> int:
+    def num_positions(given: dict[str, Any]) -> int:
         return given["q"].shape[2]  # type: ignore[no-any-return]
 
     @staticmethod
@@ -105,6 +105,3 @@ class Attend(InPlace, stock.Attend):
         """Return whether it is a softmax of the logits, and no more."""
         is_softmax = getattr(self.attn_fn, "func", None) is softmax and self.attn_fn.keywords["dim"] == -1
         return is_softmax and not any(getattr(self, setting, None) for setting in MORE)
-
-
-CLASSES = {stock.Attend: Attend}

@@ -11,7 +11,7 @@ from x_transformers import x_transformers as stock
 
 from ... import tables
 from ...positions import RelativePositions
-from ..compact import dense_of, rows
+from ..compact import rows, to_dense
 from ..in_place import InPlace
 
 
@@ -46,7 +46,7 @@ class Bias:
         return getattr(self.dense(), name)
 
     def __add__(self, other: Any) -> torch.Tensor:
-        return self.dense() + dense_of(other)
+        return self.dense() + to_dense(other)
 
     __radd__ = __add__
 
@@ -56,7 +56,7 @@ class Bias:
     ) -> Any:
         if function is pad and not any(args[1]):  # for the keys of a memory, of which there are none
             return args[0]
-        return function(*map(dense_of, args), **{name: dense_of(value) for name, value in (kwargs or {}).items()})
+        return function(*map(to_dense, args), **{name: to_dense(value) for name, value in (kwargs or {}).items()})
 
 
 class DistanceBias(InPlace):
@@ -126,11 +126,3 @@ class RelativeProjPositionalBias(InPlace, stock.RelativeProjPositionalBias):
 
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
         return {"x": torch.randn(batch, length, self.to_distance_weights[0].in_features)}
-
-
-CLASSES = {
-    stock.RelativePositionBias: RelativePositionBias,
-    stock.DynamicPositionBias: DynamicPositionBias,
-    stock.AlibiPositionalBias: AlibiPositionalBias,
-    stock.RelativeProjPositionalBias: RelativeProjPositionalBias,
-}

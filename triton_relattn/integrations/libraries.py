@@ -1,0 +1,114 @@
+"""The classes of libraries that are replaced, as data: the stock class, the class in its place, and the oldest version served."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+import re
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from .replacement import ATTRIBUTE, LIBRARY, Match, stock_class
+
+NAMES = {"cache": ("cache", "past_key_values", "layer_past")}
+"""The names that stock classes have for an argument of ours: versions of transformers differ, and so do its families."""
+
+
+class Source(NamedTuple):
+    """A module of a library and its classes that are replaced, by name: nothing is imported before a model needs it.
+
+    classes: stock classes, each with ours as ``module.Class`` in the library's folder here. title: of the family, for reports.
+    """
+
+    module: str
+    title: str
+    classes: Mapping[str, str]
+
+    def load(self, folder: str) -> dict[type, type]:
+        """Import the stock classes and ours; folder: the library's package here."""
+        stock = importlib.import_module(self.module)
+        loaded = {}
+        for name, path in self.classes.items():
+            module, _, ours = path.rpartition(".")
+            loaded[getattr(stock, name)] = getattr(importlib.import_module(f"{folder}.{module}"), ours)
+        return loaded
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library whose classes are replaced. package: its name for pip. folder: its package here. oldest: version served."""
+
+    package: str
+    folder: str
+    sources: tuple[Source, ...]
+    oldest: str = ""
+
+    def find(self, modules: dict[str, nn.Module]) -> dict[str, Match]:
+        """Return which of a model's modules are of this library's classes, by name."""
+        found: dict[str, Match] = {}
+        files = {base.__module__ for module in modules.values() for base in type(module).__mro__}
+        for source in self.sources:
+            if source.module not in files:
+                continue
+            version = installed_version(self.package)
+            try:
+                if _numbers(version) < _numbers(self.oldest):
+                    raise RuntimeError(f"it is too old: versions from {self.oldest} on are served")
+                classes = source.load(self.folder)
+            except (ImportError, AttributeError, TypeError, RuntimeError) as error:
+                for name, module in modules.items():
+                    if type(module).__module__ == source.module and re.search("Attention|MHA|Attend", type(module).__name__):
+                        found[name] = Match(source.title, LIBRARY, reason=f"{self.package} {version}: {error}")
+                continue
+            for name, module in modules.items():
+                ours = classes.get(type(module))
+                if ours is not None and getattr(ours, "applies", lambda _: True)(module):
+                    found[name] = Match(source.title, LIBRARY, ours)
+                elif ours is None and stock_class(module) is None:
+                    base = next((base for base in type(module).__mro__ if base in classes), None)
+                    if base is not None and ATTRIBUTE in vars(classes[base]):
+                        reason = f"its class is derived from {base.__name__}, which is served, and what it changes is not known"
+                        found[name] = Match(source.title, LIBRARY, reason=reason)
+        return found
+
+
+def installed_version(package: str) -> str:
+    """Return the version of an installed package, "?" if it has none."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "?"
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:2]]
+
+
+def argument_name(function: Any, name: str) -> str:
+    """Return the name that function has for an argument of ours.
+
+    Raises:
+        TypeError: it has none of the names in NAMES.
+    """
+    parameters = inspect.signature(function).parameters
+    for candidate in NAMES[name]:
+        if candidate in parameters:
+            return candidate
+    raise TypeError(f"{function.__qualname__} has no argument for {name}: none of {', '.join(NAMES[name])}")
+
+
+def with_globals(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
+    """Return function with other values for names of its module: for a model that calls what makes masks by a module's name.
+
+    The code stays the library's own, and the library's module as it is.
+    """
+    changed = types.FunctionType(
+        function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__, function.__closure__
+    )
+    changed.__kwdefaults__ = function.__kwdefaults__
+    return changed
