@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-PREFIXES = {"inputs": "", "per_query": "", "d_tables": "d_", "call": ""}
+PREFIXES = {"inputs": "", "per_query": "", "d_tables": "d_", "common": ""}
 
 
 def flat(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -149,7 +149,7 @@ MAX_TRITON_WIDTH = 256
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-class Kernels(Implementation):
+class Triton(Implementation):
     """The Triton kernels. extra of some calls: the residual of out (_core/residual.py)."""
 
     name = "triton"
@@ -215,7 +215,7 @@ class Kernels(Implementation):
             return backward(d_out, d_lse, out, softmax_stats, tensors, spec, needs_grad, residual=extra)
 
 
-TRITON, BLOCKWISE, REFERENCE = Kernels(), Blockwise(), Reference()
+TRITON, BLOCKWISE, REFERENCE = Triton(), Blockwise(), Reference()
 IMPLEMENTATIONS: dict[str, Implementation] = {
     implementation.name: implementation for implementation in (TRITON, BLOCKWISE, REFERENCE)
 }

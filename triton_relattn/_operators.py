@@ -162,7 +162,7 @@ class OperatorFunction(torch.autograd.Function):
     @classmethod
     def with_autograd(cls, *arguments: Any) -> Any:
         """Run the operator, as a node of autograd's graph only if it may be differentiated: the node costs time."""
-        register_elsewhere()
+        register_late()
         if not is_differentiated(arguments[: cls.num_differentiable]):
             return cls.forward(*arguments)
         # The apply of Function's base in C++. That of Function itself binds all arguments by inspect.signature and looks for
@@ -270,7 +270,7 @@ LATE_REGISTRATIONS: dict[str, Callable[[], None]] = {"torch.utils.flop_counter":
 
 
 @untraced
-def register_elsewhere() -> None:
+def register_late() -> None:
     """Register with those modules of torch that are imported by now. Importing them here would take a second, and triton."""
     for name in [name for name in LATE_REGISTRATIONS if name in sys.modules]:
         LATE_REGISTRATIONS.pop(name)()
@@ -284,7 +284,7 @@ def relative_attention(
     """Compute out and lse, with gradients; lse may be empty unless return_lse. The arguments have been validated."""
     if isinstance(implementation, Reference):
         return implementation.attend(tensors, spec)
-    register_elsewhere()  # also here, since inference mode does not come through autograd
+    register_late()  # also here, since inference mode does not come through autograd
     if not return_lse:
         spec = spec._replace(with_lse=False)
     save_extra = is_differentiated(tensors) and implementation.saves_extra(tensors, spec)
@@ -294,6 +294,6 @@ def relative_attention(
 
 def grid_attention(tensors: GridTensors, spec: GridSpec, implementation: Implementation) -> torch.Tensor:
     """Compute out on a grid, with gradients, by an implementation other than the reference. The arguments have been validated."""
-    register_elsewhere()
+    register_late()
     out: torch.Tensor = GRID.forward_op(*tensors, *spec, implementation.name, False)[0]
     return out

@@ -1,4 +1,11 @@
-"""The public functions."""
+"""The public functions. A call takes this way:
+
+Arguments (_core/arguments.py)          what the user gave
+resolve (_core/validation.py)           checks it once; from here on there are tensors and scalars (_core/spec.py)
+choose_implementation                   triton, blockwise or reference (_implementations.py)
+relative_attention (_operators.py)      one torch operator, whose derivative is another
+forward, backward                       kernels/forward.py and backward.py, or _blockwise/attention.py
+"""
 
 from __future__ import annotations
 

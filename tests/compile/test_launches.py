@@ -26,7 +26,7 @@ from tests.groups import flat, flat_types
 from triton_relattn import _implementations as implementations
 from triton_relattn import fused_relative_attention, fused_relative_attention_varlen
 from triton_relattn._core.spec import DIFFERENTIABLE
-from triton_relattn.kernels.call import Shape, Tile
+from triton_relattn.kernels.call import Shape, TileConstants
 from triton_relattn.kernels.config.tile_config import TileConfig
 from triton_relattn.kernels.workspace import planning
 from triton_relattn.kernels.workspace.stored import Layout
@@ -258,7 +258,7 @@ def check_arguments(call: Call, launch: Recorded) -> None:
             assert all(value is None or type(value) in (int, float, torch.Tensor) for value in argument), argument
         assert set(launch.signature["scaling"]) <= {"fp32", "constexpr"}
         assert all(each.is_contiguous() for each in launch["sequences"] if isinstance(each, torch.Tensor))
-    constants = {int, str, bool, type(None), Shape, Tile, Layout}
+    constants = {int, str, bool, type(None), Shape, TileConstants, Layout}
     assert {type(value) for value in launch.constants} <= constants, launch.constants
 
 

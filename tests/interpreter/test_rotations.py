@@ -13,7 +13,7 @@ import triton.language as tl
 from tests.interpreter.launch import all_gradients, check_every_term, round_terms
 from tests.tolerance import assert_near, within
 from triton_relattn import RelativePositions
-from triton_relattn.kernels.call import Tile
+from triton_relattn.kernels.call import TileConstants
 from triton_relattn.kernels.config.tile_config import KERNELS, READERS, TileConfig
 from triton_relattn.kernels.tile.registers import pack, rotate_rows, step_back_words, unpack
 from triton_relattn.kernels.tile.table import Table, bias_terms
@@ -178,7 +178,7 @@ def test_terms_of_a_bias(block_m: int, block_n: int, warps: int, rotation: str, 
     for start in (-37, 5, 90):
         target = torch.full((block_m, block_n), torch.nan)
         # A round_terms that does not belong there is ignored.
-        tile = Tile(block_m, block_n, rotation, warps, round_terms=True, coverage=coverage, has_bias=True)
+        tile = TileConstants(block_m, block_n, rotation, warps, round_terms=True, coverage=coverage, has_bias=True)
         bias_kernel[(1,)](bias, target, start, first, last, 0.7, tile)
         positions = RelativePositions(first, last, "clamp" if coverage == "clamp" else "zero")
         row, applies = positions.rows(start + key - m)

@@ -39,7 +39,7 @@ def dkv_kernel(
     ds,
     stored_probs,
     first_program,
-    call,
+    common,
     first,
     last,
     num_heads,
@@ -57,14 +57,14 @@ def dkv_kernel(
     """
     VALUE_TILE: tl.constexpr = TILE.value_tile
     KEY_TILE: tl.constexpr = TILE.key_tile
-    num_blocks = tl.cdiv(call.sequences.max_seqlen_k, TILE.block_n)
+    num_blocks = tl.cdiv(common.sequences.max_seqlen_k, TILE.block_n)
     program = tl.program_id(0) + first_program
     STORES: tl.constexpr = ds is not None or stored_probs is not None
     block = program % num_blocks
     key_head = program // num_blocks % (num_heads // SHAPE.group)
-    place = locate(call.sequences, call.window, program // num_blocks // (num_heads // SHAPE.group))
+    place = locate(common.sequences, common.window, program // num_blocks // (num_heads // SHAPE.group))
     key_start = block * TILE.block_n
-    if call.sequences.cu_seqlens_k is not None:
+    if common.sequences.cu_seqlens_k is not None:
         if key_start >= place.key_rows:
             return
 
@@ -72,7 +72,7 @@ def dkv_kernel(
     tile_m = tl.arange(0, TILE.block_m)
     tile_n = key_order(TILE)
     offs_n = key_start + tile_n
-    valid_n = exists(offs_n, place, call.window)
+    valid_n = exists(offs_n, place, common.window)
     keys = head_matrix(inputs.key, place.entry, key_head, place.key_start, SHAPE.wide_index)
     key = load_rows(keys, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
     WANTS_SCORES: tl.constexpr = d_keys is not None or ds is not None or per_query.far_key_sums is not None
@@ -85,13 +85,13 @@ def dkv_kernel(
         d_value = tl.full([TILE.block_n, SHAPE.block_dv], 0.0, tl.float32)
 
     # Along the queries the relative position falls: keys in the future of the table come first.
-    row_first, row_stop, near_start, near_stop = query_range(key_start, first, last, place, call.window, TILE)
+    row_first, row_stop, near_start, near_stop = query_range(key_start, first, last, place, common.window, TILE)
 
     HAS_TERM: tl.constexpr = TILE.has_matrix or TILE.has_bias
     natural_key = key
     if inputs.rel_p2c is not None:
-        natural_key = natural_keys(keys, key_start, place, call.window, TILE, SHAPE)
-        key_lowest, key_highest = reached_by_keys(key_start, place, call.window, TILE)
+        natural_key = natural_keys(keys, key_start, place, common.window, TILE, SHAPE)
+        key_lowest, key_highest = reached_by_keys(key_start, place, common.window, TILE)
     for member in range(SHAPE.group):  # all heads of queries that share these keys
         head = key_head * SHAPE.group + member
         head_queries = head_matrix(inputs.query, place.entry, head, place.query_start, SHAPE.wide_index)
@@ -99,14 +99,14 @@ def dkv_kernel(
         mask = None if inputs.attn_mask is None else head_matrix(inputs.attn_mask, place.entry, head, 0, True)
         if inputs.rel_query is not None:
             head_rel_queries = head_matrix(inputs.rel_query, place.entry, head, place.query_start, SHAPE.wide_index)
-        table = score_table(inputs, call, head, first, last, SHAPE, TILE)
-        keys_table = key_table(inputs, call, head, first, last, SHAPE, TILE)
+        table = score_table(inputs, common, head, first, last, SHAPE, TILE)
+        keys_table = key_table(inputs, common, head, first, last, SHAPE, TILE)
         if inputs.rel_p2c is not None:
             reached = reached_table(keys_table, key_lowest, key_highest, KEY_TILE)  # makes the gradient of the key
             far_sums = tl.full([TILE.block_n, 16], 0.0, tl.float32)
         if inputs.rel_value is not None:
             values_table = value_table(inputs, head, first, last, SHAPE)
-        scale = exponent_scale(call.scaling, mask)
+        scale = exponent_scale(common.scaling, mask)
         # Where the workspace has the pairs of this head: in one of its matrices, from part_start on
         if STORES:
             item = (program // num_blocks - first_program // num_blocks) * SHAPE.group + member
@@ -141,11 +141,13 @@ def dkv_kernel(
                 terms, carried, keys_carried = relative_terms(
                     tile_queries, tile_keys, carried, keys_carried, relative, PART, TILE
                 )
-                scores, is_visible, slope = tile_logits(query, key, terms, tile_queries, tile_keys, mask, place, call, True, TILE)
+                scores, is_visible, slope = tile_logits(
+                    query, key, terms, tile_queries, tile_keys, mask, place, common, True, TILE
+                )
                 probs = probabilities(scores, is_visible, scale, row_max, log_sum)
                 keep = None
-                if call.dropout.seed is not None:
-                    keep = keep_mask(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
+                if common.dropout.seed is not None:
+                    keep = keep_mask(common.dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
                 # dP = dO V^T [M, N], and dO times the rows of rel_value along the diagonals
                 d_out = load_rows(head_d_outs, row_start, tile_m, valid_m, SHAPE.value_dim, SHAPE.block_dv)
                 if WANTS_SCORES:
@@ -159,8 +161,8 @@ def dkv_kernel(
                         d_probs = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
                     d_probs = tile_scores(d_out, value, d_probs, TILE)
                 if STORES:
-                    column = key_start - first_column_key(row_start, place.query_offset, part_start, call.window, LAYOUT)
-                kept_probs = (probs if call.dropout.seed is None else tl.where(keep, probs, 0.0)).to(d_out.dtype)
+                    column = key_start - first_column_key(row_start, place.query_offset, part_start, common.window, LAYOUT)
+                kept_probs = (probs if common.dropout.seed is None else tl.where(keep, probs, 0.0)).to(d_out.dtype)
                 if stored_probs is not None:
                     probs_matrix = head_matrix(stored_probs, 0, item, 0, False)
                     store_tile(probs_matrix, kept_probs, row_start, tile_m, valid_m, column, TILE, LAYOUT)
@@ -172,8 +174,8 @@ def dkv_kernel(
                 if WANTS_SCORES:
                     delta = row_vector(per_query.deltas, place.entry, head, place.query_start)
                     delta = tl.load(delta + offs_m, mask=valid_m, other=0.0)
-                    d_scores = score_gradients(probs, d_probs, delta, is_visible, keep, call, inputs.rel_value is not None)
-                    if call.scaling.softcap is not None:
+                    d_scores = score_gradients(probs, d_probs, delta, is_visible, keep, common, inputs.rel_value is not None)
+                    if common.scaling.softcap is not None:
                         d_scores *= slope
                     d_scores = d_scores.to(query.dtype)
                     if ds is not None:
@@ -187,7 +189,7 @@ def dkv_kernel(
                         # [N, M] @ [M, D] -> [N, D]
                         d_key = tl.dot(tl.trans(d_scores), query, d_key, input_precision=TILE.precision)
                         if PART == NEAR and inputs.rel_p2c is not None:
-                            d_key = multiply_key_band(d_key, d_scores, reached, relative, call.scaling, TILE)
+                            d_key = multiply_key_band(d_key, d_scores, reached, relative, common.scaling, TILE)
         # Queries beyond a clamped rel_p2c have one of its end rows
         if inputs.far_keys is not None and WANTS_SCORES:
             past, future = far_query_sums(far_sums)
@@ -198,7 +200,7 @@ def dkv_kernel(
 
     valid_n = offs_n < place.key_rows  # padding has a gradient as well: zero
     if d_keys is not None:
-        unit = tl.cast(call.scaling.base_2_scale, tl.float32) * LN_2
+        unit = tl.cast(common.scaling.base_2_scale, tl.float32) * LN_2
         d_keys = head_matrix(d_keys, place.entry, key_head, place.key_start, SHAPE.wide_index)
         rows, valid = tile_n, valid_n
         if inputs.rel_p2c is not None:  # in their natural order
@@ -206,7 +208,7 @@ def dkv_kernel(
             valid = key_start + rows < place.key_rows
         store_rows(d_keys, key_start, rows, valid, d_key * unit, SHAPE.head_dim, SHAPE.block_d)
     if d_values is not None:
-        if call.dropout.seed is not None:
-            d_value *= tl.cast(call.dropout.keep_scale, tl.float32)
+        if common.dropout.seed is not None:
+            d_value *= tl.cast(common.dropout.keep_scale, tl.float32)
         d_values = head_matrix(d_values, place.entry, key_head, place.key_start, SHAPE.wide_index)
         store_rows(d_values, key_start, tile_n, valid_n, d_value, SHAPE.value_dim, SHAPE.block_dv)

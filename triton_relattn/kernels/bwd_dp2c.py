@@ -24,7 +24,7 @@ def dp2c_kernel(
     d_rel_p2c,
     first_program,
     stop_program,
-    call,
+    common,
     first,
     last,
     num_heads,
@@ -50,35 +50,35 @@ def dp2c_kernel(
     tile_m = tl.arange(0, TILE.block_m)
     tile_n = tl.arange(0, TILE.block_n)
     acc = tl.full([TILE.block_m, SHAPE.block_d], 0.0, tl.float32)
-    first_item, stop_item, first_key, stop_key = stored_part(first_program, stop_program, call.sequences, LAYOUT, SHAPE.group)
+    first_item, stop_item, first_key, stop_key = stored_part(first_program, stop_program, common.sequences, LAYOUT, SHAPE.group)
 
     item_start, item_step = table_items(table_head, first_item, num_heads, PER_HEAD)
     for item in tl.range(item_start, stop_item, item_step):
-        place = locate(call.sequences, call.window, item // num_heads)
+        place = locate(common.sequences, common.window, item // num_heads)
         matrix = head_matrix(stored, 0, item - first_item, 0, False)
         head_keys = head_matrix(inputs.key, place.entry, item % num_heads // SHAPE.group, place.key_start, SHAPE.wide_index)
-        start, stop = keys_at(highest, first_key, stop_key, place, call.window, TILE)
+        start, stop = keys_at(highest, first_key, stop_key, place, common.window, TILE)
         for key_start in tl.range(start + split * TILE.block_n, stop, num_splits * TILE.block_n):
             offs_n = key_start + tile_n
-            valid_n = exists(offs_n, place, call.window) & (offs_n >= first_key) & (offs_n < stop_key)
+            valid_n = exists(offs_n, place, common.window) & (offs_n >= first_key) & (offs_n < stop_key)
             # A pair of a row and a key is one query: of the tile from the first of them on where m >= n, else of the next tile.
             next_tile = tl.where(tile_m[:, None] < tile_n[None, :], TILE.block_m, 0)
             offs_m = (key_start - place.query_offset - highest) + tile_m[:, None] + next_tile
-            is_visible = visible(offs_m, offs_n[None, :], place, call.window) & valid_n[None, :]
+            is_visible = visible(offs_m, offs_n[None, :], place, common.window) & valid_n[None, :]
             start_m, stop_m = 0, place.num_queries
             if TILE.coverage == "clamp":
                 start_m, stop_m = near_queries(offs_n[None, :], first, last, place, LAYOUT, TILE)
             is_visible = is_visible & (offs_m >= start_m) & (offs_m < stop_m)
             # Numbers of positions below those of the rows may lie before the workspace's first.
             is_visible = is_visible & (offs_n[None, :] - offs_m >= place.query_offset + first - MARGIN)
-            columns = offs_n[None, :] - first_column_key(offs_m, place.query_offset, first_key, call.window, LAYOUT)
+            columns = offs_n[None, :] - first_column_key(offs_m, place.query_offset, first_key, common.window, LAYOUT)
             # Numbers of hidden pairs may never have been stored.
             d_tile = tl.load(matrix[0] + (offs_m * matrix[1] + columns), mask=is_visible, other=0.0)
             key = load_rows(head_keys, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
             # [M, N] @ [N, D] -> [M, D]
             acc = tl.dot(rotate_columns(d_tile, TILE), key, acc, input_precision=TILE.precision)
 
-    acc *= rel_unit(call.scaling)
+    acc *= rel_unit(common.scaling)
     row, valid = highest - first + MARGIN, highest - tile_m >= first - MARGIN
     d_rel_p2c = head_matrix(d_rel_p2c, split, table_head, 0, SHAPE.wide_index)
     if ADDS:

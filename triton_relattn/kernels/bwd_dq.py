@@ -28,7 +28,7 @@ def dq_kernel(
     far_sums,
     first_program,
     stop_program,
-    call,
+    common,
     first,
     last,
     num_heads,
@@ -46,25 +46,25 @@ def dq_kernel(
     Queries of a block lie query_step. Grid: (query blocks * items,), query blocks fastest.
     """
     STEP: tl.constexpr = query_step(stored[0].dtype.element_ty.primitive_bitwidth)
-    num_blocks = tl.cdiv(call.sequences.max_seqlen_q, TILE.block_m * STEP) * STEP
+    num_blocks = tl.cdiv(common.sequences.max_seqlen_q, TILE.block_m * STEP) * STEP
     block = tl.program_id(0) % num_blocks
-    if call.window[1] is not None:
+    if common.window[1] is not None:
         block = num_blocks - 1 - block  # the longest loops first
     number = tl.program_id(0) // num_blocks
-    first_item, _, stored_first, stored_stop = stored_part(first_program, stop_program, call.sequences, LAYOUT, SHAPE.group)
+    first_item, _, stored_first, stored_stop = stored_part(first_program, stop_program, common.sequences, LAYOUT, SHAPE.group)
     head = (first_item + number) % num_heads
-    place = locate(call.sequences, call.window, (first_item + number) // num_heads)
+    place = locate(common.sequences, common.window, (first_item + number) // num_heads)
     row_start = block // STEP * (TILE.block_m * STEP)
-    if call.sequences.cu_seqlens_q is not None:
+    if common.sequences.cu_seqlens_q is not None:
         if row_start >= place.num_queries:
             return
     rows = block % STEP + tl.arange(0, TILE.block_m) * STEP
     tile_n = tl.arange(0, TILE.block_n)
     offs_m = row_start + rows
     valid_m = offs_m < place.num_queries
-    low, high = readable_keys(offs_m, place, call.window, stored_first, stored_stop, STEP)
+    low, high = readable_keys(offs_m, place, common.window, stored_first, stored_stop, STEP)
     matrix = head_matrix(stored, 0, number, 0, False)
-    column_keys = first_column_key(offs_m, place.query_offset, stored_first, call.window, LAYOUT)
+    column_keys = first_column_key(offs_m, place.query_offset, stored_first, common.window, LAYOUT)
 
     # Along the keys: those that the queries see and the workspace has
     last_query = tl.minimum(row_start + TILE.block_m * STEP, place.num_queries) - 1
@@ -72,12 +72,12 @@ def dq_kernel(
         inputs.rel_key is not None and (d_queries if inputs.rel_query is None else d_rel_queries) is not None
     )
     # Both products add to one sum, if it has one unit.
-    HAS_ONE_SUM: tl.constexpr = d_queries is not None and inputs.rel_query is None and call.scaling.rel_scale is None
+    HAS_ONE_SUM: tl.constexpr = d_queries is not None and inputs.rel_query is None and common.scaling.rel_scale is None
     iterations = 0
     if d_queries is not None or far_sums is not None:
-        start_key = first_key(row_start, place, call.window, TILE.block_n)
+        start_key = first_key(row_start, place, common.window, TILE.block_n)
         start_key = tl.maximum(start_key, stored_first // TILE.block_n * TILE.block_n)
-        stop_key = tl.minimum(last_key(last_query, place, call.window), stored_stop)
+        stop_key = tl.minimum(last_key(last_query, place, common.window), stored_stop)
         iterations = tl.cdiv(tl.maximum(stop_key - start_key, 0), TILE.block_n)
     if d_queries is not None:
         acc = tl.full([TILE.block_m, SHAPE.block_d], 0.0, tl.float32)
@@ -88,8 +88,8 @@ def dq_kernel(
     # Along the diagonals: the relative positions that the table has rows for
     if WANTS_BAND:
         rel_acc = tl.full([TILE.block_m, SHAPE.block_dr], 0.0, tl.float32)
-        lowest, highest = reached_positions(row_start, last_query, place, call.window)
-        whole_table = score_table(inputs, call, head, first, last, SHAPE, TILE)
+        lowest, highest = reached_positions(row_start, last_query, place, common.window)
+        whole_table = score_table(inputs, common, head, first, last, SHAPE, TILE)
         table = reached_table(whole_table, lowest, highest, TILE)
         # dS at the first position of a tile begin at multiples of 16 bytes.
         start_position = tl.maximum(lowest, first)
@@ -113,7 +113,7 @@ def dq_kernel(
             key_start = start_key + iteration * TILE.block_n
             d_scores = load_tile(matrix, offs_m, key_start, column_keys, low, high, TILE.block_n)
             if d_queries is not None:
-                valid_n = exists(key_start + tile_n, place, call.window)
+                valid_n = exists(key_start + tile_n, place, common.window)
                 key = load_rows(keys_matrix, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
                 # [M, N] @ [N, D] -> [M, D]
                 acc = tl.dot(d_scores, key, acc, input_precision=TILE.precision)
@@ -138,14 +138,14 @@ def dq_kernel(
         tl.store(future_pointers, future, mask=valid_m)
     if d_queries is not None:
         if WANTS_BAND and inputs.rel_query is None and not HAS_ONE_SUM:
-            acc += rel_acc * tl.cast(call.scaling.rel_scale, tl.float32)
-        acc *= tl.cast(call.scaling.base_2_scale, tl.float32) * LN_2
+            acc += rel_acc * tl.cast(common.scaling.rel_scale, tl.float32)
+        acc *= tl.cast(common.scaling.base_2_scale, tl.float32) * LN_2
         d_queries = head_matrix(d_queries, place.entry, head, place.query_start, SHAPE.wide_index)
         if ADDS:
             acc += load_rows(d_queries, row_start, rows, valid_m, SHAPE.head_dim, SHAPE.block_d)
         store_rows(d_queries, row_start, rows, valid_m, acc, SHAPE.head_dim, SHAPE.block_d)
     if d_rel_queries is not None:
-        rel_acc *= rel_unit(call.scaling)
+        rel_acc *= rel_unit(common.scaling)
         d_rel_queries = head_matrix(d_rel_queries, place.entry, head, place.query_start, SHAPE.wide_index)
         if ADDS:
             rel_acc += load_rows(d_rel_queries, row_start, rows, valid_m, SHAPE.rel_dim, SHAPE.block_dr)

@@ -1,6 +1,8 @@
 """Backward, fourth kernel: the gradient of a table, from what the dkv kernel has stored of each pair.
 
-    d_rel_key[r] = sum_i dS[i, i + r] q_i     d_rel_bias[r] = sum_i dS[i, i + r]     d_rel_value[r] = sum_i P[i, i + r] d_out_i
+    d_rel_key[r] = rel_scale sum_i dS[i, i + r] q_i    d_rel_bias[r] = sum_i dS[i, i + r]    d_rel_value[r] = sum_i P[i, i + r] d_out_i
+
+(minimal_backward.py has the same for one head in 20 lines: dtable_kernel.)
 
 Row r of the table met the pairs (i, i + r): a diagonal of dS. In memory the dS of query i + 1 and key i + 1 + r lies one row and
 one element behind that of i and i + r. So a tile of M queries and N successive r, ``band[m, n] = dS[i, i + r0 + n]``, is a load
@@ -15,10 +17,17 @@ A program owns a block of table rows and loops over the queries. No two programs
 and the result repeats bit for bit. Where there are fewer blocks of rows than a GPU can work on at once, several programs share
 a block, each with a partial sum of its own (table_sums.py adds these up).
 
-Loads of 16 bytes. A row of a tile may begin anywhere, but only at every STEP-th number (8 of 16 bits, 4 of 32) 16 bytes begin. At
-relative position r that is so for every STEP-th query. Hence a tile has queries i, i + STEP, i + 2 STEP, ..., all those for which
-i + r is a multiple of STEP. The other queries have their turn at r - 1, r - 2, ..., r - STEP + 1: STEP passes, one position
-further down each. The sums move up a row from pass to pass, so that each stays with its r.
+Loads of 16 bytes. A row of a band begins at key i + r0, wherever that is, but 16 bytes begin at every STEP-th key only (8 of 16
+bits, 4 of 32). So a tile has every STEP-th query, those for which i + r0 is a multiple of STEP, and STEP passes, each with r0 one
+less than before, cover all queries. With STEP = 4 and r0 = 2, N = 4:
+
+    pass 0, r0 =  2    queries 2, 6, 10, ...    keys  4..7,  8..11, 12..15, ...
+    pass 1, r0 =  1    queries 3, 7, 11, ...    keys  4..7,  8..11, 12..15, ...
+    pass 2, r0 =  0    queries 0, 4,  8, ...    keys  0..3,  4..7,   8..11, ...
+    pass 3, r0 = -1    queries 1, 5,  9, ...    keys  0..3,  4..7,   8..11, ...
+
+Column n of a band is at r0 + n, so from pass to pass the sum of a position moves on by one, from row n of the accumulator to
+n + 1. Only positions that all passes have seen are complete: N - STEP + 1 of them, the ROWS of a program.
 """
 
 import triton
@@ -47,7 +56,7 @@ def dtable_kernel(
     d_biases,
     first_program,
     stop_program,
-    call,
+    common,
     first,
     last,
     num_heads,
@@ -76,10 +85,10 @@ def dtable_kernel(
     block = tl.program_id(0) % num_blocks
     table_head = tl.program_id(0) // num_blocks if PER_HEAD else 0
     split, num_splits = tl.program_id(1), tl.num_programs(1)
-    lowest_row = first + block * ROWS
+    first_position = first + block * ROWS
     tile_m = tl.arange(0, TILE.block_m)
     tile_n = tl.arange(0, TILE.block_n)
-    row_before = tl.maximum(tile_n - 1, 0)[:, None]
+    previous_row = tl.maximum(tile_n - 1, 0)[:, None]
 
     # The sums: of rows [N, D], of biases [N, 16]
     if d_rows is not None:
@@ -90,44 +99,44 @@ def dtable_kernel(
         ones = tl.full([TILE.block_m, 16], 1.0, stored[0].dtype.element_ty)
 
     # The items, a sequence and head each, and the keys that the workspace has; of these the items that use this table
-    first_item, stop_item, first_key, stop_key = stored_part(first_program, stop_program, call.sequences, LAYOUT, SHAPE.group)
+    first_item, stop_item, first_key, stop_key = stored_part(first_program, stop_program, common.sequences, LAYOUT, SHAPE.group)
     first_key = first_key // STEP * STEP  # changes nothing, but tells the compiler that it is a multiple
-    stop_key = tl.minimum(stop_key, call.sequences.max_seqlen_k)
+    stop_key = tl.minimum(stop_key, common.sequences.max_seqlen_k)
     item_start, item_step = table_items(table_head, first_item, num_heads, PER_HEAD)
     num_items = tl.cdiv(tl.maximum(stop_item - item_start, 0), item_step)
 
-    for before in tl.range(STEP):  # passes: so many rows of the tile stand for positions before lowest_row
-        relative = lowest_row - before
-        # The sums move up by a row. (In the first pass all are zero.)
+    for pass_number in tl.range(STEP):
+        relative = first_position - pass_number
+        # The sum of a position moves on by a row; row 0 then has what is discarded at the end. (In the first pass all are zero.)
         if d_rows is not None:
-            acc = tl.gather(acc, tl.broadcast_to(row_before, acc.shape), axis=0)
+            acc = tl.gather(acc, tl.broadcast_to(previous_row, acc.shape), axis=0)
         if d_biases is not None:
-            bias_acc = tl.gather(bias_acc, tl.broadcast_to(row_before, bias_acc.shape), axis=0)
+            bias_acc = tl.gather(bias_acc, tl.broadcast_to(previous_row, bias_acc.shape), axis=0)
         # Queries of an item that have a key of the workspace at one of these positions, at most; none beyond the window
-        if call.sequences.query_offsets is None:
-            start, stop = queries_at(relative, call.sequences.query_offset, first_key, stop_key, STEP, TILE.block_n)
-            span = tl.minimum(stop, call.sequences.max_seqlen_q) - start
+        if common.sequences.query_offsets is None:
+            start, stop = queries_at(relative, common.sequences.query_offset, first_key, stop_key, STEP, TILE.block_n)
+            span = tl.minimum(stop, common.sequences.max_seqlen_q) - start
         else:
-            span = tl.minimum(call.sequences.max_seqlen_q, stop_key - first_key + TILE.block_n + STEP)
-        if call.window[1] is not None:
-            span = tl.where(relative > call.window[1], 0, span)
-        if call.window[0] is not None:
-            span = tl.where(relative + (TILE.block_n - 1) < -call.window[0], 0, span)
+            span = tl.minimum(common.sequences.max_seqlen_q, stop_key - first_key + TILE.block_n + STEP)
+        if common.window[1] is not None:
+            span = tl.where(relative > common.window[1], 0, span)
+        if common.window[0] is not None:
+            span = tl.where(relative + (TILE.block_n - 1) < -common.window[0], 0, span)
         per_item = tl.cdiv(tl.maximum(span, 0), TILE.block_m * STEP)
 
-        for position in tl.range(split, num_items * per_item, num_splits):
+        for block_number in tl.range(split, num_items * per_item, num_splits):
             # A block of queries i of an item, those for which i + r is a multiple of STEP
-            item = item_start + position // tl.maximum(per_item, 1) * item_step
-            place = locate(call.sequences, call.window, item // num_heads)
+            item = item_start + block_number // tl.maximum(per_item, 1) * item_step
+            place = locate(common.sequences, common.window, item // num_heads)
             shift = place.query_offset + relative
             start, _ = queries_at(relative, place.query_offset, first_key, stop_key, STEP, TILE.block_n)
-            row_start = start + position % tl.maximum(per_item, 1) * (TILE.block_m * STEP)
-            first_query = -shift & (STEP - 1)
-            offs_m = row_start + first_query + tile_m * STEP
+            block_start = start + block_number % tl.maximum(per_item, 1) * (TILE.block_m * STEP)
+            offset = -shift & (STEP - 1)  # of the first query i for which i + r is a multiple of STEP
+            offs_m = block_start + offset + tile_m * STEP
             valid_m = offs_m < place.num_queries
             # band [M, N] = dS[i, i + r]. Hidden pairs may never have been stored, and in a band have no place: they are 0.
-            key_low, key_high = readable_keys(offs_m, place, call.window, first_key, stop_key, STEP)
-            column_keys = first_column_key(offs_m, place.query_offset, first_key, call.window, LAYOUT)
+            key_low, key_high = readable_keys(offs_m, place, common.window, first_key, stop_key, STEP)
+            column_keys = first_column_key(offs_m, place.query_offset, first_key, common.window, LAYOUT)
             matrix = head_matrix(stored, 0, item - first_item, 0, False)
             band = load_tile(matrix, offs_m, offs_m + shift, column_keys, key_low, key_high, TILE.block_n)
             if d_biases is not None:
@@ -135,24 +144,24 @@ def dtable_kernel(
                 bias_acc = tl.dot(tl.trans(band), ones, bias_acc, input_precision="ieee")
             if d_rows is not None:
                 head_vectors = head_matrix(vectors, place.entry, item % num_heads, place.query_start, SHAPE.wide_index)
-                rows = first_query + tile_m * STEP
-                vector = load_rows(head_vectors, row_start, rows, valid_m, TABLE.width, TABLE.block_width)
+                rows = offset + tile_m * STEP  # as offs_m, from block_start on
+                vector = load_rows(head_vectors, block_start, rows, valid_m, TABLE.width, TABLE.block_width)
                 # [N, M] @ [M, D] -> [N, D]
                 acc = tl.dot(tl.trans(band), vector, acc, input_precision=TILE.precision)
 
-    # Each program stores its own rows. What hidden positions have added to theirs may be anything.
-    position = lowest_row - (STEP - 1) + tile_n
-    is_visible = position >= lowest_row
-    if call.window[1] is not None:
-        is_visible = is_visible & (position <= call.window[1])
-    if call.window[0] is not None:
-        is_visible = is_visible & (position >= -call.window[0])
-    row = lowest_row - (STEP - 1) - first
-    valid = (position >= lowest_row) & (position < lowest_row + ROWS) & (position <= last)
+    # Each program stores its own rows; the others are incomplete. Sums of hidden positions are garbage, and become 0.
+    position = first_position - (STEP - 1) + tile_n
+    is_visible = position >= first_position
+    if common.window[1] is not None:
+        is_visible = is_visible & (position <= common.window[1])
+    if common.window[0] is not None:
+        is_visible = is_visible & (position >= -common.window[0])
+    row = first_position - (STEP - 1) - first
+    valid = (position >= first_position) & (position < first_position + ROWS) & (position <= last)
     if d_rows is not None:
-        unit = rel_unit(call.scaling)
+        unit = rel_unit(common.scaling)
         if FOR_VALUES:
-            unit = 1.0 if call.dropout.seed is None else tl.cast(call.dropout.keep_scale, tl.float32)
+            unit = 1.0 if common.dropout.seed is None else tl.cast(common.dropout.keep_scale, tl.float32)
         acc = tl.where(is_visible[:, None], acc * unit, 0.0)
         d_rows = head_matrix(d_rows, split, table_head, 0, SHAPE.wide_index)
         if ADDS:

@@ -25,8 +25,8 @@ MOST_QUERIES = 8 * MAX_BLOCK  # between the first and the last of a tile, whose 
 
 # No field of a group of arguments may have the name of an attribute of Triton's own tuple: above all not values or type. Groups
 # of tensors and numbers are such tuples in kernels. Up to Triton 3.7 a group of constants was the Python tuple itself there.
-# Since 3.8, and in 3.9, it is Triton's, too, and so is a group within a group: a field Tile.values was then not what it held,
-# but the list of all fields. tests/compile/test_groups.py looks at every group.
+# Since 3.8 it is Triton's, too, and so is a group within a group: a field TileConstants.values was then not what it held, but
+# the list of all fields. tests/compile/test_groups.py looks at every group.
 
 
 class Sequences(NamedTuple):
@@ -97,7 +97,7 @@ class Shape(NamedTuple):
     wide_index: bool  # offsets within a matrix have 64 bits
 
 
-class Tile(NamedTuple):
+class TileConstants(NamedTuple):
     """Constants by which a kernel computes a tile and its products with a table: its TileConfig, and properties of the call."""
 
     block_m: int
@@ -113,8 +113,10 @@ class Tile(NamedTuple):
     has_matrix: bool = False  # the table has rows that vectors are multiplied with
     has_bias: bool = False  # and a bias
     has_scale: bool = False  # products with rows are multiplied by a factor other than 1
-    value_tile: Tile | None = None  # the same for rel_value; products are not rounded, as gradients may be too small for float16
-    key_tile: Tile | None = None  # and for rel_p2c, whose tiles are those of N keys and N queries; see key_terms.py
+    # The same for rel_value, whose products are not rounded, as gradients may be too small for float16
+    value_tile: TileConstants | None = None
+    # and for rel_p2c, whose tiles are those of N keys and N queries; see key_terms.py
+    key_tile: TileConstants | None = None
 
 
 class Dropout(NamedTuple):
@@ -149,7 +151,7 @@ class Fixed:
 
     kind: selection.Kind
     shape: Shape
-    tile: Tile  # without what a configuration says; see kernel_tile
+    tile: TileConstants  # without what a configuration says; see kernel_tile
     window: tuple[int | None, int | None]
     dropout: Dropout  # without tensors
     scaling: Scaling
@@ -207,11 +209,13 @@ def fixed(
     scaling = Scaling(scale / math.log(2), rel_scale if has_scale else None, 1 / scale, spec.softcap)
     round_terms = architectures.rounds_terms(arch, dtype) and float16_holds_terms(scale)
 
-    value_tile = Tile(0, 0, coverage=coverage, precision=precision, width=value_dim, block_width=shape.block_dv, has_matrix=True)
+    value_tile = TileConstants(
+        0, 0, coverage=coverage, precision=precision, width=value_dim, block_width=shape.block_dv, has_matrix=True
+    )
     key_tile = None
     if rel_p2c is not None:
         key_tile = value_tile._replace(round_terms=round_terms, width=head_dim, block_width=shape.block_d, has_scale=has_scale)
-    tile = Tile(
+    tile = TileConstants(
         0,
         0,
         round_terms=round_terms and rel_key is not None,  # a bias alone is not rounded
@@ -235,7 +239,7 @@ def fixed(
 
 
 @functools.lru_cache(maxsize=4096)
-def kernel_tile(fixed: Fixed, config: TileConfig, kernel: str) -> Tile:
+def kernel_tile(fixed: Fixed, config: TileConfig, kernel: str) -> TileConstants:
     """Return the constants that a kernel is compiled with."""
     # Kernels that read dS by relative position need the rows of a clamped table, and have sums over the keys beyond.
     coverage = "zero" if fixed.tile.coverage == "clamp" and kernel in ("dq", "dtable") else fixed.tile.coverage
@@ -326,7 +330,7 @@ class Call:
             options["maxnreg"] = config.max_registers
         shared = {
             "inputs": self.inputs,
-            "call": self.common,
+            "common": self.common,
             "num_heads": self.heads,
             "SHAPE": self.shape,
             "TILE": kernel_tile(self.fixed, config, name),

@@ -60,7 +60,7 @@ def delta_kernel(
     d_lses,
     per_query,
     num_queries,
-    call,
+    common,
     first,
     last,
     num_heads,
@@ -101,7 +101,7 @@ def delta_kernel(
         else:
             queries = head_matrix(inputs.query, entry, head, 0, SHAPE.wide_index)
         query = load_rows(queries, row_start, tile_m, valid_m, SHAPE.rel_dim, SHAPE.block_dr)
-        table = score_table(inputs, call, head, first, last, SHAPE, TILE)
+        table = score_table(inputs, common, head, first, last, SHAPE, TILE)
         past, future = far_terms(query, table, TILE)
         store_sides(per_query.far_scores, entry, head, 0, offs_m, valid_m, past, future)
     if per_query.far_values is not None:
@@ -111,24 +111,24 @@ def delta_kernel(
 
 
 @triton.jit(do_not_specialize=["first", "last", "num_heads"])
-def far_keys_kernel(inputs, far_keys, call, first, last, num_heads, SHAPE: tl.constexpr, TILE: tl.constexpr):
+def far_keys_kernel(inputs, far_keys, common, first, last, num_heads, SHAPE: tl.constexpr, TILE: tl.constexpr):
     """Store ``k . F[end]`` of BLOCK_N keys of one head, in far_keys [B, H, 2, Nk]: with the first row of rel_p2c, which keys in
     the past meet, and with the last.
 
     Grid: (key blocks * batch * heads,), key blocks fastest.
     """
     KEY_TILE: tl.constexpr = TILE.key_tile
-    num_blocks = tl.cdiv(call.sequences.max_seqlen_k, TILE.block_n)
+    num_blocks = tl.cdiv(common.sequences.max_seqlen_k, TILE.block_n)
     key_start = tl.program_id(0) % num_blocks * TILE.block_n
     head = tl.program_id(0) // num_blocks % num_heads
-    place = locate(call.sequences, call.window, tl.program_id(0) // num_blocks // num_heads)
+    place = locate(common.sequences, common.window, tl.program_id(0) // num_blocks // num_heads)
     rows = tl.arange(0, TILE.block_n)
     offs_n = key_start + rows
-    valid_n = exists(offs_n, place, call.window)
+    valid_n = exists(offs_n, place, common.window)
     keys = head_matrix(inputs.key, place.entry, head // SHAPE.group, place.key_start, SHAPE.wide_index)
     key = load_rows(keys, key_start, rows, valid_n, SHAPE.head_dim, SHAPE.block_d)
     # As seen from the keys, what comes first is the last row.
-    future, past = far_terms(key, key_table(inputs, call, head, first, last, SHAPE, TILE), KEY_TILE)
+    future, past = far_terms(key, key_table(inputs, common, head, first, last, SHAPE, TILE), KEY_TILE)
     store_sides(far_keys, place.entry, head, place.key_start, offs_n, valid_n, past, future)
 
 

@@ -39,7 +39,7 @@ def forward_kernel(
     lses,
     softmax_stats,
     residuals,
-    call,
+    common,
     first,
     last,
     num_heads,
@@ -57,8 +57,8 @@ def forward_kernel(
     residuals, [B, H, Nq, Dv] or None: what rounding takes from out; see delta.py.
     """
     VALUE_TILE: tl.constexpr = TILE.value_tile
-    row_start, head, place = locate_queries(call.sequences, call.window, num_heads, TILE.block_m)
-    if call.sequences.cu_seqlens_q is not None:
+    row_start, head, place = locate_queries(common.sequences, common.window, num_heads, TILE.block_m)
+    if common.sequences.cu_seqlens_q is not None:
         if row_start >= place.num_queries:
             return
 
@@ -74,7 +74,7 @@ def forward_kernel(
 
     # The keys that they see, and of these the near ones, between which the table changes
     last_query = tl.minimum(row_start + TILE.block_m, place.num_queries) - 1
-    key_first, key_stop, near_start, near_stop = key_range(row_start, last_query, first, last, place, call.window, TILE)
+    key_first, key_stop, near_start, near_stop = key_range(row_start, last_query, first, last, place, common.window, TILE)
     out_head = head
     if SPLITS_KEYS:
         out_head = head + tl.program_id(1) * num_heads
@@ -82,13 +82,13 @@ def forward_kernel(
 
     # The head's tables. Beyond a clamped one the term is one number for each query: its product with an end row.
     HAS_TERM: tl.constexpr = TILE.has_matrix or TILE.has_bias
-    table = score_table(inputs, call, head, first, last, SHAPE, TILE)
-    keys_table = key_table(inputs, call, head, first, last, SHAPE, TILE)
+    table = score_table(inputs, common, head, first, last, SHAPE, TILE)
+    keys_table = key_table(inputs, common, head, first, last, SHAPE, TILE)
     if HAS_TERM and TILE.coverage == "clamp":
         far_past, far_future = far_terms(rel_query, table, TILE)
     if inputs.rel_value is not None:
         values_table = value_table(inputs, head, first, last, SHAPE)
-        lowest, highest = reached_positions(row_start, last_query, place, call.window)
+        lowest, highest = reached_positions(row_start, last_query, place, common.window)
         reached = reached_table(values_table, lowest, highest, TILE)
 
     # State of the online softmax: maximum and sum [M], out [M, Dv], not yet divided by the sum
@@ -100,7 +100,7 @@ def forward_kernel(
         rounded_sum = tl.full([TILE.block_m, 16], 0.0, tl.float32)
     past, future = row_sum, row_sum  # sums over far keys of the probabilities that dropout keeps
     acc = tl.full([TILE.block_m, SHAPE.block_dv], 0.0, tl.float32)
-    scale = exponent_scale(call.scaling, mask)
+    scale = exponent_scale(common.scaling, mask)
 
     for PART in tl.static_range(first_part(TILE), stop_part(TILE)):
         start, stop = part_range(PART, key_first, key_stop, near_start, near_stop)
@@ -112,12 +112,12 @@ def forward_kernel(
         for position in tl.range(start, stop, TILE.block_n):
             key_start = loop_position(PART, position, near_start, near_stop, TILE)
             offs_n = key_start + tile_n
-            valid_n = exists(offs_n, place, call.window)
+            valid_n = exists(offs_n, place, common.window)
             relative = key_start - row_start - place.query_offset  # of the tile's first key to its first query
             is_past = key_start < near_start
             natural, far_term, far_key_term = query, 0, 0
             if PART == NEAR and inputs.rel_p2c is not None:
-                natural = natural_keys(keys, key_start, place, call.window, TILE, SHAPE)
+                natural = natural_keys(keys, key_start, place, common.window, TILE, SHAPE)
             if PART == FAR and HAS_TERM and TILE.coverage == "clamp":
                 far_term = tl.where(is_past, far_past, far_future)
             if PART == FAR and inputs.far_keys is not None:
@@ -127,15 +127,15 @@ def forward_kernel(
             tile_keys = Keys(natural, keys_table, far_key_term, offs_n, valid_n)
             terms, carried, keys_carried = relative_terms(tile_queries, tile_keys, carried, keys_carried, relative, PART, TILE)
             key = load_rows(keys, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
-            scores, is_visible, _ = tile_logits(query, key, terms, tile_queries, tile_keys, mask, place, call, False, TILE)
+            scores, is_visible, _ = tile_logits(query, key, terms, tile_queries, tile_keys, mask, place, common, False, TILE)
             # P = exp(S - maximum) [M, N]; sums so far are rescaled if the maximum moves.
             scores = tl.where(is_visible, scores, -float("inf"))
             probs, row_max, row_sum, rescale = softmax_update(scores, row_max, row_sum, scale)
             if residuals is not None:
                 # [M, N] @ [N, 16] -> [M, 16]
                 rounded_sum = tl.dot(probs.to(ones.dtype), ones, rounded_sum * rescale[:, None], input_precision=TILE.precision)
-            if call.dropout.seed is not None:
-                probs = tl.where(keep_mask(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :]), probs, 0.0)
+            if common.dropout.seed is not None:
+                probs = tl.where(keep_mask(common.dropout, place.batch, head, offs_m[:, None], offs_n[None, :]), probs, 0.0)
             # out += P V, and along the diagonals P times the rows of rel_value
             value = load_rows(values, key_start, tile_n, valid_n, SHAPE.value_dim, SHAPE.block_dv)
             # [M, N] @ [N, Dv] -> [M, Dv]
@@ -156,8 +156,8 @@ def forward_kernel(
         rounded_sum = tl.max(rounded_sum, axis=1)
         exact_by_out = row_sum / tl.where(rounded_sum == 0.0, 1.0, rounded_sum)
     acc /= row_sum[:, None]
-    if call.dropout.seed is not None:
-        acc *= tl.cast(call.dropout.keep_scale, tl.float32)
+    if common.dropout.seed is not None:
+        acc *= tl.cast(common.dropout.keep_scale, tl.float32)
     outs = head_matrix(outs, place.entry, out_head, place.query_start, SHAPE.wide_index)
     store_rows(outs, row_start, tile_m, valid_m, acc, SHAPE.value_dim, SHAPE.block_dv)
     # What rounding takes from out, for an exact delta in the backward

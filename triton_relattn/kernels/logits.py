@@ -38,16 +38,16 @@ class Keys(NamedTuple):
 
 
 @triton.jit
-def score_table(inputs, call, head, first, last, SHAPE: tl.constexpr, TILE: tl.constexpr):
+def score_table(inputs, common, head, first, last, SHAPE: tl.constexpr, TILE: tl.constexpr):
     """Return the table of one head whose rows, and biases, are added to the scores."""
     matrix, scale, bias = 0, 1.0, 0
     if TILE.has_matrix:
         matrix = head_matrix(inputs.rel_key, 0, head, 0, SHAPE.wide_index)
     if TILE.has_scale:
-        scale = call.scaling.rel_scale
+        scale = common.scaling.rel_scale
     if TILE.has_bias:
         bias = head_vector(inputs.rel_bias, head)
-    return Table(matrix, scale, bias, call.scaling.bias_scale, first, last)
+    return Table(matrix, scale, bias, common.scaling.bias_scale, first, last)
 
 
 @triton.jit
@@ -57,15 +57,15 @@ def value_table(inputs, head, first, last, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def key_table(inputs, call, head, first, last, SHAPE: tl.constexpr, TILE: tl.constexpr):
+def key_table(inputs, common, head, first, last, SHAPE: tl.constexpr, TILE: tl.constexpr):
     """Return rel_p2c of one head as keys see it, upside down: its rows, of first to last, are then those of -last to -first."""
     matrix, scale, bias = 0, 1.0, 0
     if TILE.key_tile is not None:
         pointer, row_stride, column_stride = head_matrix(inputs.rel_p2c, 0, head, 0, SHAPE.wide_index)
         matrix = pointer + tl.cast(last - first, tl.int64) * row_stride, -row_stride, column_stride
         if TILE.key_tile.has_scale:
-            scale = call.scaling.rel_scale
-    return Table(matrix, scale, bias, call.scaling.bias_scale, -last, -first)
+            scale = common.scaling.rel_scale
+    return Table(matrix, scale, bias, common.scaling.bias_scale, -last, -first)
 
 
 @triton.jit
@@ -95,7 +95,7 @@ def relative_terms(queries, keys, carried, keys_carried, relative, PART: tl.cons
 
 
 @triton.jit
-def tile_logits(query, key, terms, queries, keys, mask, place, call, CHECKS_QUERIES: tl.constexpr, TILE: tl.constexpr):
+def tile_logits(query, key, terms, queries, keys, mask, place, common, CHECKS_QUERIES: tl.constexpr, TILE: tl.constexpr):
     """Return (scores [M, N], the pairs that are seen [M, N], the slope of the softcap) of query [M, D] and key [N, D], with their
     relative terms. Scores are logits divided by scale, or logits if there is a softcap or a mask of numbers (scores.py).
 
@@ -104,7 +104,7 @@ def tile_logits(query, key, terms, queries, keys, mask, place, call, CHECKS_QUER
     """
     scores = tile_scores(query, key, terms, TILE)
     offs_m, offs_n = queries.indices[:, None], keys.indices[None, :]
-    is_visible = visible(offs_m, offs_n, place, call.window)
+    is_visible = visible(offs_m, offs_n, place, common.window)
     if CHECKS_QUERIES or mask is not None:
         is_visible = is_visible & queries.valid[:, None]
-    return apply_softcap_and_mask(scores, is_visible, offs_m, offs_n, mask, call.scaling)
+    return apply_softcap_and_mask(scores, is_visible, offs_m, offs_n, mask, common.scaling)

@@ -50,7 +50,7 @@ def grid_dq_kernel(
     d_queries,
     sums,
     per_query,
-    call,
+    common,
     key_grid,
     num_heads,
     SHAPE: tl.constexpr,
@@ -62,7 +62,7 @@ def grid_dq_kernel(
     sums: call.Sums. Those of dS are as the rounded delta leaves them; less ``corrections`` times those of P they are exact.
     Grid: (query blocks * batch * heads,), query blocks fastest.
     """
-    row_start, head, place = locate_queries(call.sequences, call.window, num_heads, TILE.block_m)
+    row_start, head, place = locate_queries(common.sequences, common.window, num_heads, TILE.block_m)
     tile_m = tl.arange(0, TILE.block_m)
     offs_m = row_start + tile_m
     valid_m = offs_m < place.num_queries
@@ -82,7 +82,7 @@ def grid_dq_kernel(
     total = tl.full([TILE.block_m], 0.0, tl.float32)
     acc = tl.full([TILE.block_m, SHAPE.block_d], 0.0, tl.float32)
     nothing = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
-    scale = exponent_scale(call.scaling, None)
+    scale = exponent_scale(common.scaling, None)
 
     for number in range(first_strip(key_grid), key_grid.strips):
         strip = strip_at(number, key_grid, place.num_keys, CUT)
@@ -101,10 +101,10 @@ def grid_dq_kernel(
             value = load_rows(values, start, rows, valid_n, SHAPE.value_dim, SHAPE.block_dv)
             d_probs = tile_scores(d_out, value, nothing, TILE)
             keep = None
-            if call.dropout.seed is not None:
+            if common.dropout.seed is not None:
                 offs_n = start + rows
-                keep = keep_mask(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
-            d_scores = score_gradients(probs, d_probs, delta, None, keep, call, False)
+                keep = keep_mask(common.dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
+            d_scores = score_gradients(probs, d_probs, delta, None, keep, common, False)
             # The gradients of the terms: sums of dS over columns [M, lines], to be stored, and over rows [M, columns], so far
             d_rows, d_tile = sums_by_place(d_scores, CUT)
             total += tl.sum(d_rows, axis=1)
@@ -131,7 +131,7 @@ def grid_dq_kernel(
     if sums is not None:
         tl.store(row_vector(sums.corrections, place.entry, head, 0) + offs_m, correction, mask=valid_m)
     if d_queries is not None:
-        unit = tl.cast(call.scaling.base_2_scale, tl.float32) * LN_2
+        unit = tl.cast(common.scaling.base_2_scale, tl.float32) * LN_2
         d_queries = head_matrix(d_queries, place.entry, head, 0, SHAPE.wide_index)
         store_rows(d_queries, row_start, tile_m, valid_m, acc * unit, SHAPE.head_dim, SHAPE.block_d)
 
@@ -143,7 +143,7 @@ def grid_dkv_kernel(
     d_keys,
     d_values,
     per_query,
-    call,
+    common,
     key_grid,
     num_heads,
     SHAPE: tl.constexpr,
@@ -156,7 +156,7 @@ def grid_dkv_kernel(
     """
     num_blocks = key_blocks(key_grid, CUT)
     head = tl.program_id(0) // num_blocks % num_heads
-    place = locate(call.sequences, call.window, tl.program_id(0) // num_blocks // num_heads)
+    place = locate(common.sequences, common.window, tl.program_id(0) // num_blocks // num_heads)
     number, line = block_at(tl.program_id(0) % num_blocks, key_grid, CUT)
     strip = strip_at(number, key_grid, place.num_keys, CUT)
     start, rows, valid_n = tile_keys(strip, line, CUT)
@@ -175,7 +175,7 @@ def grid_dkv_kernel(
     if d_values is not None:
         d_value = tl.full([TILE.block_n, SHAPE.block_dv], 0.0, tl.float32)
     nothing = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
-    scale = exponent_scale(call.scaling, None)
+    scale = exponent_scale(common.scaling, None)
 
     for row_start in tl.range(0, place.num_queries, TILE.block_m):
         offs_m = row_start + tile_m
@@ -189,30 +189,30 @@ def grid_dkv_kernel(
         scores = with_terms(scores, row_terms, column_terms, CUT)
         probs = probabilities(scores, valid_m[:, None] & valid_n[None, :], scale, row_max, log_sum)
         keep = None
-        if call.dropout.seed is not None:
-            keep = keep_mask(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
+        if common.dropout.seed is not None:
+            keep = keep_mask(common.dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
         d_out = load_rows(d_outs, row_start, tile_m, valid_m, SHAPE.value_dim, SHAPE.block_dv)
         if d_keys is not None:
             d_probs = tile_scores(d_out, value, nothing, TILE)
         # dV += P^T dO. This product stands between those of dP and dK: the matrix units have work while dS is computed.
         if d_values is not None:
-            kept_probs = probs if call.dropout.seed is None else tl.where(keep, probs, 0.0)
+            kept_probs = probs if common.dropout.seed is None else tl.where(keep, probs, 0.0)
             # [N, M] @ [M, Dv] -> [N, Dv]
             d_value = tl.dot(tl.trans(kept_probs.to(d_out.dtype)), d_out, d_value, input_precision=TILE.precision)
         if d_keys is not None:
             # dS = P (dP - delta), dK += dS^T Q
             delta = tl.load(deltas + offs_m, mask=valid_m, other=0.0)
-            d_scores = score_gradients(probs, d_probs, delta, None, keep, call, False).to(query.dtype)
+            d_scores = score_gradients(probs, d_probs, delta, None, keep, common, False).to(query.dtype)
             # [N, M] @ [M, D] -> [N, D]
             d_key = tl.dot(tl.trans(d_scores), query, d_key, input_precision=TILE.precision)
 
     if d_keys is not None:
-        unit = tl.cast(call.scaling.base_2_scale, tl.float32) * LN_2
+        unit = tl.cast(common.scaling.base_2_scale, tl.float32) * LN_2
         d_keys = head_matrix(d_keys, place.entry, head, 0, SHAPE.wide_index)
         store_rows(d_keys, start, rows, valid_n, d_key * unit, SHAPE.head_dim, SHAPE.block_d)
     if d_values is not None:
-        if call.dropout.seed is not None:
-            d_value *= tl.cast(call.dropout.keep_scale, tl.float32)
+        if common.dropout.seed is not None:
+            d_value *= tl.cast(common.dropout.keep_scale, tl.float32)
         d_values = head_matrix(d_values, place.entry, head, 0, SHAPE.wide_index)
         store_rows(d_values, start, rows, valid_n, d_value, SHAPE.value_dim, SHAPE.block_dv)
 

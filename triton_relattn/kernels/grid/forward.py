@@ -18,13 +18,13 @@ from .tile import first_strip, load_column_terms, load_row_terms, strip_at, tile
 
 @triton.jit(do_not_specialize=["num_heads"])
 def grid_forward_kernel(
-    inputs, outs, softmax_stats, call, key_grid, num_heads, SHAPE: tl.constexpr, TILE: tl.constexpr, CUT: tl.constexpr
+    inputs, outs, softmax_stats, common, key_grid, num_heads, SHAPE: tl.constexpr, TILE: tl.constexpr, CUT: tl.constexpr
 ):
     """Compute out of BLOCK_M queries of one head, and their statistics, as forward_kernel has them. grid: tile.Grid.
 
     Grid: (query blocks * batch * heads,), query blocks fastest.
     """
-    row_start, head, place = locate_queries(call.sequences, call.window, num_heads, TILE.block_m)
+    row_start, head, place = locate_queries(common.sequences, common.window, num_heads, TILE.block_m)
     tile_m = tl.arange(0, TILE.block_m)
     offs_m = row_start + tile_m
     valid_m = offs_m < place.num_queries
@@ -38,7 +38,7 @@ def grid_forward_kernel(
     row_sum = tl.full([TILE.block_m], 0.0, tl.float32)
     acc = tl.full([TILE.block_m, SHAPE.block_dv], 0.0, tl.float32)
     nothing = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
-    scale = exponent_scale(call.scaling, None)
+    scale = exponent_scale(common.scaling, None)
 
     # Strip by strip, whose tiles share the terms by column [M, columns]; tile by tile, each with terms by row [M, lines]
     for number in range(first_strip(key_grid), key_grid.strips):
@@ -55,16 +55,16 @@ def grid_forward_kernel(
                 scores = tl.where(valid_n[None, :], scores, -float("inf"))
             # P = exp(S - maximum) [M, N]; sums so far are rescaled if the maximum moves.
             probs, row_max, row_sum, rescale = softmax_update(scores, row_max, row_sum, scale)
-            if call.dropout.seed is not None:
+            if common.dropout.seed is not None:
                 offs_n = start + rows
-                probs = tl.where(keep_mask(call.dropout, place.batch, head, offs_m[:, None], offs_n[None, :]), probs, 0.0)
+                probs = tl.where(keep_mask(common.dropout, place.batch, head, offs_m[:, None], offs_n[None, :]), probs, 0.0)
             value = load_rows(values, start, rows, valid_n, SHAPE.value_dim, SHAPE.block_dv)
             # [M, N] @ [N, Dv] -> [M, Dv]
             acc = tl.dot(probs.to(value.dtype), value, acc * rescale[:, None], input_precision=TILE.precision)
 
     acc /= row_sum[:, None]
-    if call.dropout.seed is not None:
-        acc *= tl.cast(call.dropout.keep_scale, tl.float32)
+    if common.dropout.seed is not None:
+        acc *= tl.cast(common.dropout.keep_scale, tl.float32)
     outs = head_matrix(outs, place.entry, head, 0, SHAPE.wide_index)
     store_rows(outs, row_start, tile_m, valid_m, acc, SHAPE.value_dim, SHAPE.block_dv)
     store_sides(softmax_stats, place.entry, head, place.query_start, offs_m, valid_m, row_max, tl.log2(row_sum))

@@ -144,14 +144,14 @@ def probabilities(scores, is_visible, scale, row_max, log_sum):
 
 
 @triton.jit
-def score_gradients(probs, d_probs, delta, is_visible, keep, call, HAS_VALUE_TERM: tl.constexpr):
+def score_gradients(probs, d_probs, delta, is_visible, keep, common, HAS_VALUE_TERM: tl.constexpr):
     """Compute dS = P (dP - delta) [M, N], the gradient of the logits before softcap, delta [M].
 
     keep: the pairs that dropout keeps, or None. HAS_VALUE_TERM: dP has a term of rel_value, whose row for a hidden pair may be
     NaN.
     """
     if keep is not None:
-        d_probs = tl.where(keep, d_probs * tl.cast(call.dropout.keep_scale, tl.float32), 0.0)
+        d_probs = tl.where(keep, d_probs * tl.cast(common.dropout.keep_scale, tl.float32), 0.0)
     if HAS_VALUE_TERM:
         d_probs = tl.where(is_visible, d_probs, 0.0)
     return probs * (d_probs - delta[:, None])
