@@ -15,7 +15,6 @@ from .tile.band import blocks_before, whole_tile
 from .tile.key_terms import (
     add_end_rows_of_keys,
     add_far_queries,
-    far_key_terms,
     far_query_sums,
     in_natural_order,
     multiply_key_band,
@@ -126,7 +125,7 @@ def dkv_kernel(
                 query = load_rows(head_queries, row_start, tile_m, valid_m, SHAPE.head_dim, SHAPE.block_d)
                 is_past = row_start >= near_start  # the tile's keys, as these queries see them
                 side = tl.where(is_past, 0, 1)
-                rel_query, far_term, far_key_term = query, 0, 0
+                rel_query, far_term = query, 0
                 if PART == NEAR and inputs.rel_query is not None and HAS_TERM:
                     rel_query = load_rows(head_rel_queries, row_start, tile_m, valid_m, SHAPE.rel_dim, SHAPE.block_dr)
                 # P = exp(S - lse) [M, N], S the forward's logits: the relative terms, and Q K^T added to them
@@ -134,12 +133,10 @@ def dkv_kernel(
                 if PART == FAR and HAS_TERM and TILE.coverage == "clamp":
                     far_term = side_vector(per_query.far_scores, place.entry, head, side, place.query_start)
                     far_term = tl.load(far_term + offs_m, mask=valid_m, other=0.0)
-                if PART == FAR and inputs.far_keys is not None:
-                    far_key_term = far_key_terms(inputs.far_keys, place, head, is_past, offs_n, valid_n)
                 tile_queries = Queries(rel_query, table, far_term, offs_m, valid_m)
-                tile_keys = Keys(natural_key, keys_table, far_key_term, offs_n, valid_n)
+                tile_keys = Keys(natural_key, keys_table, inputs.far_keys, offs_n, valid_n)
                 terms, carried, keys_carried = relative_terms(
-                    tile_queries, tile_keys, carried, keys_carried, relative, PART, TILE
+                    tile_queries, tile_keys, carried, keys_carried, relative, is_past, place, head, PART, TILE
                 )
                 scores, is_visible, slope = tile_logits(
                     query, key, terms, tile_queries, tile_keys, mask, place, common, True, TILE

@@ -15,7 +15,7 @@ from .operands import strided, with_aligned_operands, with_positive_scale
 from .splits import launch_merge, number_of_splits, split_range
 from .tile.addressing import head_matrix, key_order, load_queries, load_rows, row_vector, store_rows, store_sides
 from .tile.band import add_tile, blocks_before
-from .tile.key_terms import far_key_terms, natural_keys
+from .tile.key_terms import natural_keys
 from .tile.masking import (
     FAR,
     NEAR,
@@ -115,17 +115,17 @@ def forward_kernel(
             valid_n = exists(offs_n, place, common.window)
             relative = key_start - row_start - place.query_offset  # of the tile's first key to its first query
             is_past = key_start < near_start
-            natural, far_term, far_key_term = query, 0, 0
+            natural, far_term = query, 0
             if PART == NEAR and inputs.rel_p2c is not None:
                 natural = natural_keys(keys, key_start, place, common.window, TILE, SHAPE)
             if PART == FAR and HAS_TERM and TILE.coverage == "clamp":
                 far_term = tl.where(is_past, far_past, far_future)
-            if PART == FAR and inputs.far_keys is not None:
-                far_key_term = far_key_terms(inputs.far_keys, place, head, is_past, offs_n, valid_n)
             # S: the relative terms [M, N], and Q K^T added to them
             tile_queries = Queries(rel_query, table, far_term, offs_m, valid_m)
-            tile_keys = Keys(natural, keys_table, far_key_term, offs_n, valid_n)
-            terms, carried, keys_carried = relative_terms(tile_queries, tile_keys, carried, keys_carried, relative, PART, TILE)
+            tile_keys = Keys(natural, keys_table, inputs.far_keys, offs_n, valid_n)
+            terms, carried, keys_carried = relative_terms(
+                tile_queries, tile_keys, carried, keys_carried, relative, is_past, place, head, PART, TILE
+            )
             key = load_rows(keys, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
             scores, is_visible, _ = tile_logits(query, key, terms, tile_queries, tile_keys, mask, place, common, False, TILE)
             # P = exp(S - maximum) [M, N]; sums so far are rescaled if the maximum moves.

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .tile.addressing import head_matrix, head_vector
 from .tile.band import next_terms
-from .tile.key_terms import next_key_terms
+from .tile.key_terms import far_key_terms, next_key_terms
 from .tile.masking import FAR, NEAR, visible
 from .tile.scores import apply_softcap_and_mask, tile_scores
 from .tile.table import Table, bias_terms
@@ -32,7 +32,7 @@ class Keys(NamedTuple):
 
     natural: Any  # [N, D], what rel_p2c meets: the keys in their natural order
     table: Any  # key_table
-    far_term: Any  # [N], as that of the queries
+    far_keys: Any  # of Operands
     indices: Any
     valid: Any
 
@@ -69,12 +69,12 @@ def key_table(inputs, common, head, first, last, SHAPE: tl.constexpr, TILE: tl.c
 
 
 @triton.jit
-def relative_terms(queries, keys, carried, keys_carried, relative, PART: tl.constexpr, TILE: tl.constexpr):
+def relative_terms(queries, keys, carried, keys_carried, relative, is_past, place, head, PART: tl.constexpr, TILE: tl.constexpr):
     """Return (the relative terms of a tile's scores [M, N], carried, keys_carried).
 
     carried, keys_carried: as returned for the tile before, of the queries' terms and of the keys'. For the first tile a loop over
     the keys has blocks_before of its queries, one along the queries blocks_before of its keys.
-    relative: the relative position of the first key to the first query.
+    relative: the relative position of the first key to the first query. is_past: in the far part, on which side of the table.
     """
     # Terms of the queries: q . E of each pair [M, N], from the band; beyond a clamped table one number for each query
     if PART == NEAR and TILE.has_matrix:
@@ -89,8 +89,8 @@ def relative_terms(queries, keys, carried, keys_carried, relative, PART: tl.cons
     if PART == NEAR and TILE.key_tile is not None:
         key_terms, keys_carried = next_key_terms(keys.natural, keys.table, keys_carried, relative, TILE)
         terms += key_terms
-    elif TILE.key_tile is not None and TILE.coverage == "clamp":
-        terms += keys.far_term[None, :]
+    elif keys.far_keys is not None:
+        terms += far_key_terms(keys.far_keys, place, head, is_past, keys.indices, keys.valid)[None, :]
     return terms, carried, keys_carried
 
 
