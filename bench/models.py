@@ -237,8 +237,8 @@ class Measurement:
             timed.append(timing.Timed(point.method, point.direction, self.found[point], step=one))
         options = self.options
         timing.time_in_turn(timed, options.device, options.seconds, max(ROUNDS, options.rounds), fewest=options.rounds)
-        for measured in timed:
-            measured.found |= timing.percentiles(measured.milliseconds)
+        for result in timed:
+            result.found |= timing.percentiles(result.milliseconds)
 
     def attempt(self, work: Callable[[], object], point: Point) -> None:
         """Do something with a method that nothing speaks against."""
