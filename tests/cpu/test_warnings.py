@@ -22,7 +22,7 @@ def call_warnings(**changes: Any) -> list[str]:
         warnings.simplefilter("always")
         for _ in range(3):
             function(**changes)
-    assert all(warning.category is UserWarning and warning.filename == __file__ for warning in caught)
+    assert all(warning.category is UserWarning and warning.filename == call.__code__.co_filename for warning in caught)
     return [str(warning.message) for warning in caught]
 
 
