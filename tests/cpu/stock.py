@@ -81,7 +81,8 @@ class ConformerAttention(nn.Module):
     def shifted(self, rows: torch.Tensor, keys: int) -> torch.Tensor:
         batch, heads, length, count = rows.shape
         padded = F.pad(rows, (1, 0)).view(batch, heads, count + 1, length)
-        scores = padded[:, :, 1:].reshape(batch, heads, length, count)[..., :keys]
+        scores = padded[:, :, 1:].reshape(batch, heads, length, count)
+        scores = scores if self.legacy else scores[..., :keys]
         return scores.tril() if self.past else scores
 
     def project(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:

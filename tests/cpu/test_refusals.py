@@ -98,7 +98,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "two tensors": (
         lambda: Altered(lambda _, out, x, __: (out, x @ x.mT)),
-        "it returns a tuple of tensor, tensor, ours a tensor",
+        "it returns a tuple of tensor, tensor, ours a tuple of tensor, None",
     ),
     "a dict": (lambda: Altered(lambda _, out, *__: {"out": out}), "its forward returns a dict"),
     "a gate without effect yet": (
