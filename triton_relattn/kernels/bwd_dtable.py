@@ -1,6 +1,8 @@
 """Backward, fourth kernel: the gradient of a table, from what the dkv kernel has stored of each pair.
 
-    d_rel_key[r] = rel_scale sum_i dS[i, i + r] q_i    d_rel_bias[r] = sum_i dS[i, i + r]    d_rel_value[r] = sum_i P[i, i + r] d_out_i
+    d_rel_key[r]   = rel_scale sum_i dS[i, i + r] q_i
+    d_rel_bias[r]  = sum_i dS[i, i + r]
+    d_rel_value[r] = sum_i P[i, i + r] d_out_i
 
 (minimal_backward.py has the same for one head in 20 lines: dtable_kernel.)
 
