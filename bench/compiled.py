@@ -20,8 +20,8 @@ from triton.compiler.compiler import CompiledKernel
 from tools import absent_gpu
 from tools.absent_gpu import Launch, disassembled
 from triton_relattn import can_run_triton
+from triton_relattn._core.dtypes import keeps_residual
 from triton_relattn._core.grids import GridTensors
-from triton_relattn._core.residual import keeps_residual
 from triton_relattn._core.spec import AttentionTensors
 from triton_relattn.kernels.introspect import (
     Call,

@@ -17,12 +17,10 @@ import torch
 
 from ._blockwise import attention, grids, short
 from ._core.cache import digest, fingerprints, recall, remember
-from ._core.dtypes import compute_dtype, new_like, without_autocast
+from ._core.dtypes import compute_dtype, keeps_residual, new_like, without_autocast
 from ._core.grids import GridTensors
-from ._core.residual import keeps_residual
 from ._core.spec import AttentionSpec, AttentionTensors
-from ._core.untraced import untraced
-from ._core.warn import warn_once
+from ._core.warn import untraced, warn_once
 from ._reference import resolved_reference
 
 Tensors: TypeAlias = AttentionTensors | GridTensors
@@ -150,7 +148,7 @@ TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Triton(Implementation):
-    """The Triton kernels. extra of some calls: the residual of out (_core/residual.py)."""
+    """The Triton kernels. extra of some calls: the residual of out (_core/dtypes.py)."""
 
     name = "triton"
     saves_stats = True

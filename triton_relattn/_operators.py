@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from ._core.dtypes import gradient_like
 from ._core.grids import GridSpec, GridTensors
 from ._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
-from ._core.untraced import untraced
+from ._core.warn import untraced
 from ._implementations import IMPLEMENTATIONS, Implementation, Reference
 
 NAMESPACE = __name__.partition(".")[0]

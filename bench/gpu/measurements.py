@@ -22,7 +22,7 @@ from bench.measure import timing
 from bench.report import summary
 from bench.report.rows import ROOT, in_one_line
 from bench.verbs import memory, speed
-from triton_relattn._core.residual import keeps_residual
+from triton_relattn._core.dtypes import keeps_residual
 from triton_relattn.kernels.introspect import Call, TileConfig, backward, forward, tuning
 
 from .checks import check_all, kernels_alone, synchronize, timed_checks

@@ -1,4 +1,4 @@
-"""Processes: one for each peak of memory, since only so it is that of one computation, and a pool for what is compiled.
+"""Processes: one per peak of memory, since only so it is that of one computation, and a pool for what is compiled.
 
 Those of peaks are copies of one process that has imported torch and computed nothing. On a GPU torch keeps the books.
 """

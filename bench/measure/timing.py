@@ -1,4 +1,4 @@
-"""Calls that are checked first and then timed in turn, and the peak of their memory."""
+"""Calls that are checked first and then timed interleaved, and the peak of their memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Peak memory and time of all methods over all lengths, within limits of memory and time; what is left out says why."""
+"""Peak memory and time of all methods over all lengths, within limits of memory and time; what is skipped says why."""
 
 from __future__ import annotations
 

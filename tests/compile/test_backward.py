@@ -1,4 +1,4 @@
-"""The backward kernels compiled for GPUs that are not there: registers, spills, loops, launches, grids and memory.
+"""The backward kernels compiled for GPUs that this machine lacks: registers, spills, loops, launches, grids and memory.
 
 Counts of registers and instructions belong to one version of Triton, the one in constraints.txt.
 """

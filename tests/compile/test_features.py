@@ -1,4 +1,4 @@
-"""Features of a call beyond a table for the keys, compiled for GPUs that are not there.
+"""Features of a call beyond a table for the keys, compiled for GPUs that this machine lacks.
 
 The tests check that calls which take most shared memory fit, and that all features compile together.
 """

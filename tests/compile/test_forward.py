@@ -1,4 +1,4 @@
-"""The forward kernel compiled for GPUs that are not there: resources, matrix instructions, and what the relative term costs.
+"""The forward kernel compiled for GPUs that this machine lacks: resources, matrix instructions, and what the relative term costs.
 
 Registers and instruction counts belong to a Triton version: what is asserted here holds for the one in constraints.txt.
 """

@@ -1,4 +1,4 @@
-"""bench/gpu/check.sh and measure.sh without a GPU: every part on a stub of the driver, with times that are made up."""
+"""bench/gpu/check.sh and measure.sh without a GPU: every part on a stub of the driver, with invented times."""
 
 from __future__ import annotations
 

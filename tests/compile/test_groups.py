@@ -1,4 +1,4 @@
-"""Groups of arguments, and what a kernel is compiled anew for: kinds of lengths, not lengths; not the parts of a workspace."""
+"""Groups of arguments, and what a kernel is recompiled for: kinds of lengths, not lengths; not the parts of a workspace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launches by the public functions on GPUs that are not there, for calls drawn from a seed.
+"""Launches by the public functions on GPUs that this machine lacks, for calls drawn from a seed.
 
 The real host code runs, from validation to the specialisation of the kernels' arguments. Checked is what a GPU would not survive:
 grids, dtypes, strides, offsets beyond 32 bits, configurations that are not valid. Which kernels run shows in their results.

@@ -1,4 +1,4 @@
-"""Calls through Triton's own launcher, on a stub of CUDA's driver: what a GPU would be told.
+"""Calls through Triton's own launcher, on a stub of CUDA's driver: what a GPU would receive.
 
 tests/compile/test_launches.py compares the arguments of launches with what they have to be, for every GPU and without a driver.
 Here they go on through the launcher's C code, as it packs, loads and launches on NVIDIA's GPUs.

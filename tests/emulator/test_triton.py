@@ -1,4 +1,4 @@
-"""The emulator on small Triton kernels, compiled for each kind of GPU and compared with torch."""
+"""The emulator on small Triton kernels, compiled for every kind of GPU and compared with torch."""
 
 from __future__ import annotations
 

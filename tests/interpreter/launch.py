@@ -16,7 +16,7 @@ from triton_relattn import fused_relative_attention, fused_relative_attention_va
 from triton_relattn._core import validation
 from triton_relattn._core.arguments import Arguments
 from triton_relattn._core.dropout import keep_mask
-from triton_relattn._core.residual import keeps_residual
+from triton_relattn._core.dtypes import keeps_residual
 from triton_relattn._core.spec import DIFFERENTIABLE, TABLES, AttentionSpec, AttentionTensors
 from triton_relattn._reference import reference_attention
 from triton_relattn.kernels import call as of_launches

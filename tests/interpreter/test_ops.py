@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.interpreter.launch import attend, resolve
 from tests.samples import in_memory_order, with_different_strides
-from triton_relattn._core.residual import keeps_residual
+from triton_relattn._core.dtypes import keeps_residual
 from triton_relattn._core.spec import DIFFERENTIABLE
 from triton_relattn.testing import Inputs, forward_backward, make_inputs
 

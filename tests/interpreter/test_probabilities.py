@@ -1,4 +1,4 @@
-"""Probabilities that the backward computes anew are those of the forward: they sum to one, whatever the tiles and the logits.
+"""Probabilities that the backward recomputes are those of the forward: they sum to one, whatever the tiles and the logits.
 
 The dkv kernel has other tiles than the forward, and other ways to rotate terms. Were its scores rounded otherwise, or its softmax
 normalised otherwise, all dS of a query would be off by the same factor, an error that adds up in the gradient of a table and that

@@ -1,4 +1,4 @@
-"""Run launches of Triton kernels, compiled for a GPU that is not there, on CPU tensors.
+"""Run launches of Triton kernels, compiled for a GPU that this machine lacks, on CPU tensors.
 
 with emulated("sm_90") as launches:
     kernel[grid](...)  # any Triton kernel, or a function that launches some

@@ -1,4 +1,4 @@
-"""Runs tests in copies of the repository, one copy for each fault."""
+"""Runs tests in copies of the repository, one copy per fault."""
 
 from __future__ import annotations
 

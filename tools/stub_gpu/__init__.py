@@ -2,7 +2,7 @@
 launched, and run by
 nobody.
 
-absent_gpu.py replaces the launch; here it happens, up to cuLaunchKernelEx. So what is seen is what a GPU would be told:
+absent_gpu.py replaces the launch; here it happens, up to cuLaunchKernelEx. So what is seen is what a GPU would receive:
 the values of
 a kernel's parameters, grid, shared memory, stream, context. What a driver would refuse raises as it would there.
 

@@ -1,4 +1,4 @@
-"""The tensors that every implementation returns: their dtypes and memory order."""
+"""Precision: dtypes and memory order of what implementations return, autocast, and which calls save the residual of out."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+
+from .spec import AttentionTensors
+from .warn import untraced
 
 
 def new_like(query: torch.Tensor, width: int) -> torch.Tensor:
@@ -50,3 +53,19 @@ def autocast_dtype(query: object) -> torch.dtype | None:
 def cast(tensor: Any, dtype: torch.dtype) -> Any:
     """Cast a tensor as torch.autocast casts the operands of scaled_dot_product_attention: not from float64, nor from bool."""
     return tensor.to(dtype) if isinstance(tensor, torch.Tensor) and tensor.dtype in AUTOCAST else tensor
+
+
+@untraced
+def rounds_float32() -> bool:
+    """Return whether products of float32 inputs may be in tf32."""
+    return torch.get_float32_matmul_precision() != "highest"
+
+
+def keeps_residual(tensors: AttentionTensors) -> bool:
+    """Return whether the kernels' backward needs an exact delta (kernels/delta.py), so the residual of out: what rounding took.
+
+    It does with a table for the scores, in whose gradient errors of delta add up. If products are in full float32, out is as
+    exact as they are.
+    """
+    has_scores_table = tensors.rel_key is not None or tensors.rel_bias is not None or tensors.rel_p2c is not None
+    return has_scores_table and (tensors.query.dtype != torch.float32 or rounds_float32())

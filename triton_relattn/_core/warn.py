@@ -1,9 +1,12 @@
-"""Warnings that are given once in a process."""
+"""Warnings that are given once in a process, and functions that torch.compile calls while it traces, instead of tracing them."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 _given: set[str] = set()
 
 
@@ -15,4 +18,14 @@ def warn_once(about: str, text: str, stacklevel: int = 2, category: type[Warning
 
 
 def was_given(about: str) -> bool:
+    """Return whether this process has warned about something."""
     return about in _given
+
+
+def untraced(function: Function) -> Function:
+    """Make torch.compile call a function while it traces, and take the result as a constant.
+
+    ``torch.compiler.assume_constant_result`` does the same, but imports torch._dynamo for it, which takes a second.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function

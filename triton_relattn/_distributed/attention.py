@@ -20,7 +20,7 @@ from torch.distributed._functional_collectives import all_reduce, all_to_all_sin
 from .._core.dropout import origins_of
 from .._core.dtypes import compute_dtype
 from .._core.spec import TABLES, AttentionSpec, AttentionTensors, is_per_head
-from .._core.untraced import untraced
+from .._core.warn import untraced
 from .._implementations import Implementation
 from .._operators import NAMESPACE, OPERATORS, relative_attention
 

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from .._core import residual, validation
+from .._core import validation
 from .._core.arguments import Arguments
+from .._core.dtypes import keeps_residual
 from .._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from . import kernels_are_interpreted
 from .backward import backward
@@ -159,7 +160,7 @@ def nearest(kernel: str, arch: str, has_table: bool, default: TileConfig) -> lis
 
 def run_forward(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return out, softmax_stats and the residual of out."""
-    out, _, softmax_stats, rounding = forward(tensors, spec, keeps_residual=residual.keeps_residual(tensors))
+    out, _, softmax_stats, rounding = forward(tensors, spec, keeps_residual=keeps_residual(tensors))
     return out, softmax_stats, rounding
 
 

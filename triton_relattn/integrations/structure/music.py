@@ -1,4 +1,4 @@
-"""A row for each distance to the past, skewed, as in the Music Transformer: both public versions in PyTorch.
+"""A row per distance to the past, skewed, as in the Music Transformer: both public versions in PyTorch.
 
 Source: Huang et al., "Music Transformer", 2018.
 """

@@ -1,4 +1,4 @@
-"""A row of an embedding for each clipped distance, gathered as (N, N, D): Shaw's term in lucidrains' conformer and its like.
+"""A row of an embedding per clipped distance, gathered as (N, N, D): Shaw's term in lucidrains' conformer and its like.
 
 Source: Shaw et al., "Self-Attention with Relative Position Representations", 2018.
 """

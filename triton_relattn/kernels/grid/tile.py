@@ -1,4 +1,4 @@
-"""Tiles of keys on a grid, and the terms of a tile: one number for each of its rows of the grid, one for each of its columns.
+"""Tiles of keys on a grid, and the terms of a tile: one number per row of the grid, one per column.
 
 The grid is cut into strips, some columns wide. A tile is some lines of a strip, ``BLOCK_N == lines * columns`` keys, line by
 line. So the terms of all tiles of a strip by column are the same [M, columns]. The keys before the grid (class tokens) are strip

@@ -1,4 +1,4 @@
-"""The keys that a query sees, stated once: for each element, and for blocks of queries or keys as the ends of a loop over them;
+"""The keys that a query sees, stated once: per element, and for blocks of queries or keys as the ends of a loop over them;
 and what dropout keeps of them.
 
 A loop has two parts: near the diagonal, where the table has rows, and far from it.
