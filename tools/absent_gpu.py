@@ -1,4 +1,4 @@
-"""Kernels compiled for GPUs that this machine lacks: the compiled kernel is recorded, or passed to a callback, instead of launched.
+"""Kernels compiled for GPUs that this machine lacks: the kernel is recorded, or passed to a callback, instead of launched.
 
 The real host code runs: launchers, specialization, grids; for GPUs of any kind, AMD's too, and for the emulator, which runs what
 is recorded. stub_gpu goes further, through Triton's launcher up to the driver, for NVIDIA's alone. Not usable in a process with

@@ -1,4 +1,4 @@
-"""The program without a GPU: torch takes "cuda" for the CPU, kernels are compiled and launched on a stub of the driver, and not run; times are invented.
+"""The program without a GPU: "cuda" is the CPU, kernels are compiled and launched on a stub of the driver; times are invented.
 
 So it is seen before there is a GPU that no part raises. Sizes are real, numbers are not: tensors stay uninitialised, methods of
 others compute nothing, and no result is compared. RELATTN_STUB_FAULT=out lets all checks of that result fail.

@@ -1,4 +1,4 @@
-"""Time here beside another commit or checkout: each package in its own process, in turn, the least of all runs.
+"""Time here beside another commit or checkout: each package in its own process, interleaved minima.
 
 ``python -m bench compare REF speed --shape b1,h8,n2048``. REF: a commit, branch or tag, or a folder with a checkout. The verbs
 are speed, host and models, with their own options; ``--seconds`` is the time of each case. Cases, models and clock are those of

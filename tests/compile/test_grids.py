@@ -1,4 +1,4 @@
-"""Attention on a grid, compiled for GPUs that this machine lacks: every kernel fits, and grids of other sizes take the same code."""
+"""Attention on a grid, compiled for GPUs that this machine lacks: every kernel fits; grids of any size take the same code."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ def test_public_names() -> None:
     assert triton_relattn.__version__.count(".") == 2
 
 
-OF_OTHER_LIBRARIES = {"encoder", "transformers"}
+OF_OTHER_LIBRARIES = {"encoder", "speechbrain", "transformers"}
 """What other libraries also call so."""
 
 
