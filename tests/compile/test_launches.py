@@ -65,14 +65,14 @@ class Call:
 
     def launches(self, target: str) -> list[Recorded]:
         """Run the call and its backward, and return what it launches on a GPU."""
-        function = fused_relative_attention_varlen if "cu_seqlens_q" in self.arguments else fused_relative_attention
+        function: Any = fused_relative_attention_varlen if "cu_seqlens_q" in self.arguments else fused_relative_attention
         wanted = [tensor.requires_grad_() for name, tensor in sorted(self.tensors.items()) if name in self.wanted]
         environment = {} if self.limit is None else {planning.VARIABLE: str(self.limit)}
         precision = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision(self.precision)
         try:
             with recorded(target) as launches, mock.patch.dict(os.environ, environment):
-                out_and_lse: Any = function(**self.tensors, **self.arguments, return_lse=True)
+                out_and_lse = function(**self.tensors, **self.arguments, return_lse=True)
                 if wanted:
                     torch.autograd.grad(out_and_lse, wanted, (self.d_out, self.d_lse))
         finally:
