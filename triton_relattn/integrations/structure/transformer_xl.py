@@ -124,13 +124,12 @@ class ProjectedPositions(Kind):
             last = 0
             positions = positions[:, : 1 - first]
         u, v_bias = (self.part(module, role).reshape(-1, options["width"]) for role in ("content_bias", "position_bias"))
-        (rel_key,) = self.project(module, position=positions)
         visible = self.attn_mask(mask)
         out = attend(
             q,
             k,
             v,
-            rel_key,
+            *self.project(module, position=positions),  # no name keeps it until the end
             u,
             v_bias,
             RelativePositions(first, last, "error" if options["rows"] == LATEST else "zero"),
