@@ -253,7 +253,7 @@ def test_a_model_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp
         return models.Measurement(FAMILIES[name], options).rows()
 
     monkeypatch.setattr(vits, "RelativePositions", shifted)
-    monkeypatch.setattr(enable, "compare", lambda module, candidates, *_: (candidates(module)[0][1](), 0.0))
+    monkeypatch.setattr(enable, "compare", lambda module, ours, *_: (next(ours.candidates(module, module))[1](), 0.0))
     monkeypatch.setattr(models, "in_own_process", in_this_process)
     path = tmp_path / "models.csv"
     assert main(models_command("--families", "vits", "--lengths", "24", "--directions", "forward", "--csv", str(path))) == 1
