@@ -129,7 +129,7 @@ class ProjectedPositions(Kind):
             q,
             k,
             v,
-            *self.project(module, position=positions),  # no name keeps it until the end
+            self.project(module, position=positions)[0],  # without a name, so that it is freed before the output projection
             u,
             v_bias,
             RelativePositions(first, last, "error" if options["rows"] == LATEST else "zero"),
