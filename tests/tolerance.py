@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
+from triton_relattn.check import float32_gradient_budget
+
 LOWER = {torch.float64: torch.float32, torch.float32: torch.float16}
 """The precision below each: what a result has that was rounded to it on the way."""
 
@@ -120,18 +122,6 @@ def assert_bit_equal(results: Mapping[str, torch.Tensor], expected: Mapping[str,
     for name, result in results.items():
         assert torch.equal(result.nan_to_num(12345.0), expected[name].nan_to_num(12345.0)), name
         assert torch.equal(result.isnan(), expected[name].isnan()), name
-
-
-FLOAT32_NORM = 2e-4
-"""Error of a float32 gradient relative to its norm. P = exp(logit - lse) is off by two units of float32, 2.4e-7, times the size
-of logits, which is about 40 in sharp attention; a gradient is what is left of terms twenty times as large: 2.4e-7 * 40 * 20."""
-
-
-def float32_gradient_budget(golden: torch.Tensor, all_golden: Iterable[torch.Tensor]) -> float:
-    """Return the largest norm that a float32 gradient's error may have: 2e-4 of the larger of two norms, golden's, and that of as
-    many elements of 5 % of the largest RMS among all gradients of the call, since some cancel to nothing."""
-    largest = max(float(other.double().square().mean().sqrt()) for other in all_golden if other.numel())
-    return FLOAT32_NORM * max(float(golden.double().norm()), 0.05 * largest * math.sqrt(golden.numel()))
 
 
 def assert_gradients_close_fp32(

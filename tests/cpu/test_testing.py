@@ -155,3 +155,16 @@ def test_golden_results() -> None:
     expected = exact_results(inputs_of(torch.float32), **arguments)
     for name, result in check.exact_results(inputs_of(torch.float32), **arguments).items():
         assert_same(name, result, expected[name])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name", "rule"), [(torch.float32, "d_query", "in norm"), (torch.float16, "d_rel_key", "1.5 times")]
+)
+def test_check_does_not_rely_on_plain_torch_alone(dtype: torch.dtype, name: str, rule: str) -> None:
+    """An error far below plain torch's is still refused, if rounding cannot explain it."""
+    inputs = make_inputs(1, 2, 17, 19, 16, num_rows=7, dtype=dtype, seed=0)
+    golden = check.exact_results(inputs)
+    poor = {result: exact * 1.1 for result, exact in golden.items()}
+    check.check_result(name, golden[name].to(dtype), golden, poor, inputs, {})
+    with pytest.raises(AssertionError, match=rule):
+        check.check_result(name, (golden[name] * 1.02).to(dtype), golden, poor, inputs, {})
