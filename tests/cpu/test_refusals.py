@@ -91,7 +91,13 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "espnet, legacy shift": (lambda: stock.ConformerAttention(legacy=True), DIFFERS),
     "shaw, added after the scale": (lambda: ShawAttention(unscaled=True), DIFFERS),
     "shaw, wrong sign": (lambda: ShawAttention(sign=-1.0), DIFFERS),
-    "dropout": (dropping_by_itself, "drops weights with p = {0.3}, ours with p = 0"),
+    "dropout": (dropping_by_itself, "drops weights with p = [0.3], ours with p = 0"),
+    "dropout, twice": (
+        lambda: with_attribute(
+            StepByStep(weights=lambda module, weights: module.drop(module.drop(weights))), "drop", nn.Dropout(0.1)
+        ),
+        "drops weights with p = [0.05, 0.05], ours with p = [0.05]",
+    ),
     "dropout of the scores": (
         lambda: with_attribute(StepByStep(scores=lambda module, scores: module.drop(scores)), "drop", nn.Dropout(0.1)),
         DIFFERS,

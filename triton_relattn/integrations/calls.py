@@ -171,7 +171,7 @@ def _difference(replacement: Replacement, module: Any, args: tuple[Any, ...], kw
     devices = tuple({weight.device for weight in module.parameters() if weight.is_cuda})
     arguments = replacement.bind(args, kwargs)
 
-    def run_copy(is_ours: bool, exact: torch.dtype | None = None) -> tuple[Any, set[float]]:
+    def run_copy(is_ours: bool, exact: torch.dtype | None = None) -> tuple[Any, list[float]]:
         model = shadow(module, lambda tensor: _duplicate(tensor, exact))
         replacement.ours.without_dropout(model)
         # What layers pass on in a small form is as exact as in its dense one, which the stock forward has in each run.
@@ -188,7 +188,7 @@ def _difference(replacement: Replacement, module: Any, args: tuple[Any, ...], kw
             ours, our_dropped = run_copy(True)
         except Exception as error:  # as where a version of a library has other names
             return f"ours raises {type(error).__name__}: {first_line(error)}"
-        if text := dropped_otherwise(dropped, our_dropped):
+        if text := dropped_otherwise(set(dropped), set(our_dropped)):  # ours may take long sequences in several calls
             return text
         try:
             exact, _ = run_copy(False, wider)  # also of float64: the stock forward may cast to float32

@@ -143,14 +143,14 @@ def _light_runs(samples: list[Sample]) -> Iterator[tuple[Sample, bool, bool]]:
     yield first, False, True
 
 
-def run(replacement: Replacement, model: Any, arguments: dict[str, Any], is_ours: bool, dtype: Any) -> tuple[Any, set[float]]:
-    """Return what a forward returns, computed in dtype, and the probabilities with which it would drop attention weights."""
+def run(replacement: Replacement, model: Any, arguments: dict[str, Any], is_ours: bool, dtype: Any) -> tuple[Any, list[float]]:
+    """Return what a forward returns, computed in dtype, and each probability with which it would drop attention weights."""
     with Dropout() as dropout, Promoted() if dtype == torch.float64 else nullcontext():
         returned = replacement.by_ours(model, arguments) if is_ours else replacement.by_stock(model, (), arguments)
         return replacement.results(returned), dropout.noted
 
 
-def dropped_otherwise(stock: set[float], ours: set[float]) -> str:
+def dropped_otherwise(stock: Collection[float], ours: Collection[float]) -> str:
     """Return how the probabilities of two runs differ; nothing if they are the same."""
     return "" if stock == ours else f"it drops weights with p = {stock or 0}, ours with p = {ours or 0}"
 
@@ -179,7 +179,7 @@ def _difference(replacement: Replacement, model: Any, sample: Sample, gradients:
 
 def _results(
     replacement: Replacement, model: nn.Module, sample: Sample, gradients: bool, is_ours: bool
-) -> tuple[dict[str, torch.Tensor], tuple[str, ...], set[float]]:
+) -> tuple[dict[str, torch.Tensor], tuple[str, ...], list[float]]:
     """Return outputs, and gradients of the first one with respect to parameters and inputs; what is returned; and what drops."""
     dtype = model_dtype(model)
     arguments = cloned_arguments(sample, dtype)

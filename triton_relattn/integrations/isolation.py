@@ -25,7 +25,7 @@ _SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 class _Noted(threading.local):
     """The probabilities with which the forward that is compared now drops attention weights; None if none is compared."""
 
-    probabilities: set[float] | None = None
+    probabilities: list[float] | None = None
 
 
 _NOTED = _Noted()
@@ -36,7 +36,7 @@ def weights_dropout(p: float) -> float:
     if _NOTED.probabilities is None:
         return p
     if p > 0:
-        _NOTED.probabilities.add(p)
+        _NOTED.probabilities.append(p)
     return 0.0
 
 
@@ -51,7 +51,7 @@ class Dropout(TorchFunctionMode):
     """Dropout of attention weights does nothing and is noted; other dropout multiplies by a pattern that both forwards share."""
 
     def __init__(self) -> None:
-        self.noted = set[float]()
+        self.noted = list[float]()
         super().__init__()
 
     def __enter__(self) -> Any:
@@ -70,7 +70,7 @@ class Dropout(TorchFunctionMode):
             if not given.get("training", given.get("train", True)) or p == 0:
                 return states
             if are_shares(states):
-                self.noted.add(p)
+                self.noted.append(p)
                 return states
             pattern = torch.linspace(1 - p, 1 + p, states.numel(), dtype=states.dtype, device=states.device)
             return states * pattern.view(states.shape)

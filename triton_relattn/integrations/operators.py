@@ -60,6 +60,7 @@ def attend(
     v: torch.Tensor,
     positions: RelativePositions,
     scale: float | None = None,
+    dropout_p: float = 0.0,
     **options: Any,
 ) -> torch.Tensor:
     """Compute Transformer-XL's attention, scores (q_i + u) . k_j + (q_i + v) . R[j - i], scaled; (B, H, Nq, D).
@@ -67,14 +68,14 @@ def attend(
     rel_keys: R, (1, H, R, D), or (P, H, R, D) with a table per sequence or group of sequences, as dropout of the positions
     leaves it: then the batch, and options that have a batch dimension, are split into P parts.
     """
-    parts = len(rel_keys)
+    parts, dropout_p = len(rel_keys), weights_dropout(dropout_p)  # noted once, not per part
     batched = {"query": query, "key": key, "value": value}
     batched |= {name: value for name, value in options.items() if isinstance(value, torch.Tensor) and len(value) == len(query)}
     outs = []
     for number, rel_key in enumerate(rel_keys):
         part = {name: tensor.tensor_split(parts)[number] for name, tensor in batched.items()} if parts > 1 else dict(batched)
         folded_query, term = folded(part.pop("query"), rel_key, u, v, positions, scale)
-        outs.append(fused_relative_attention(folded_query, **{**options, **part}, **term))
+        outs.append(fused_relative_attention(folded_query, **{**options, **part}, **term, dropout_p=dropout_p))
     return torch.cat(outs) if parts > 1 else outs[0]  # type: ignore[no-any-return]
 
 

@@ -32,7 +32,7 @@ def observed(kind: type[Kind], layout: Layout, model: Any) -> Layout:
     stock = type(model)
     replacement = kind(stock, layout).replacement()
     sample = next(replacement.samples(model, False))
-    model, shapes, probabilities = copied(model), dict[str, torch.Size](), set[float]()
+    model, shapes, probabilities = copied(model), dict[str, torch.Size](), list[float]()
     dropouts = {name: child for name, child in model.named_children() if isinstance(child, nn.Dropout)}
     for name, child in dropouts.items():
         child.register_forward_pre_hook(lambda _, given, name=name: shapes.__setitem__(name, given[0].shape))
@@ -44,7 +44,7 @@ def observed(kind: type[Kind], layout: Layout, model: Any) -> Layout:
             runs = [run(replacement, model, cloned_arguments(sample, dtype), False, dtype) for _ in range(2)]
         returned = runs[0][0]
         returns = described(returned, sample)
-        probabilities |= runs[0][1]
+        probabilities += runs[0][1]
         changed = {name: value for name, value in _state(model).items() if not _is_same(value, before.get(name))}
         counted = [name for name, value in changed.items() if isinstance(value, (bool, int, float, str))]
         if counted or not torch.equal(*(next(values(out)) for out, _ in runs)):
