@@ -279,11 +279,6 @@ def exact_results(inputs: Inputs, *, keep: Tensor | None = None, **arguments: An
     return {name: result.to(inputs.query.device) for name, result in results.items()}
 
 
-def visible_pairs(inputs: Inputs, **arguments: Any) -> Tensor:
-    """Which keys each query sees, (B, H, Nq, Nk)."""
-    return Pairs({**inputs._asdict(), **arguments}).visible
-
-
 def table_gradient_budget(
     inputs: Inputs, *, table: str = "rel_key", keep: Tensor | None = None, **arguments: Any
 ) -> tuple[Tensor, float]:

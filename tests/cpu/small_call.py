@@ -1,4 +1,4 @@
-"""One small call, padded and packed, whose arguments tests change."""
+"""Small calls whose arguments tests change: padded and packed, and of leaves that have gradients."""
 
 from __future__ import annotations
 
@@ -57,3 +57,16 @@ def qkv(batch: int, heads: int, length: int, keys: int | None = None, heads_of_k
         "key": zeros(batch, heads_of_keys, keys, 8),
         "value": zeros(batch, heads_of_keys, keys, 4),
     }
+
+
+def attend_out(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+    """The output alone, of the default implementation."""
+    out: Any = fused_relative_attention(*tensors, **options)
+    return out
+
+
+def four(*lengths: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    """query, key, value and a table of 9 rows, which want gradients."""
+    num_queries, num_keys = lengths or (10, 10)
+    inputs = make_inputs(2, 2, num_queries, num_keys, 8, num_rows=9, dtype=dtype, seed=0)
+    return [tensor.requires_grad_() for tensor in inputs[:4] if tensor is not None]

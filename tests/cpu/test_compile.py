@@ -16,17 +16,16 @@ from torch import nn
 
 from tests.check import attend, attend_varlen, public_function
 from tests.conftest import forget_warnings
+from tests.cpu.small_call import attend_out, four
 from tests.expected import INPUTS, TABLES
 from tests.samples import Sample, in_memory_order
 from tests.tolerance import assert_near, assert_same
 from triton_relattn import (
     RelativePositions,
     decomposed_relative_attention,
-    fused_relative_attention,
     fused_relative_attention_varlen,
 )
 from triton_relattn.nn import RelativeMultiheadAttention
-from triton_relattn.testing import make_inputs
 
 Compiled = torch._dynamo.testing.CompileCounterWithBackend
 Layer = tuple[Callable[..., Any], list[list[torch.Tensor]]]
@@ -36,19 +35,6 @@ Layer = tuple[Callable[..., Any], list[list[torch.Tensor]]]
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> None:
     torch._dynamo.reset()
-
-
-def attend_out(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
-    """The output alone, of the default implementation."""
-    out: Any = fused_relative_attention(*tensors, **options)
-    return out
-
-
-def four(*lengths: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
-    """query, key, value and a table of 9 rows, which want gradients."""
-    num_queries, num_keys = lengths or (10, 10)
-    inputs = make_inputs(2, 2, num_queries, num_keys, 8, num_rows=9, dtype=dtype, seed=0)
-    return [tensor.requires_grad_() for tensor in inputs[:4] if tensor is not None]
 
 
 def gradients(loss: torch.Tensor, leaves: Sequence[torch.Tensor] | nn.Module) -> tuple[torch.Tensor, ...]:

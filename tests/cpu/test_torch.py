@@ -20,10 +20,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.check import attend, attend_varlen, public_function
+from tests.cpu.small_call import attend_out, four
 from tests.expected import INPUTS, TABLES
 from tests.samples import Sample
 from tests.tolerance import assert_same
-from triton_relattn import decomposed_relative_attention, fused_relative_attention
+from triton_relattn import decomposed_relative_attention
 from triton_relattn.testing import Inputs, make_inputs
 
 FORWARD = torch.ops.triton_relattn.attention_forward.default
@@ -33,19 +34,6 @@ Options = dict[str, Any]
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> None:
     torch._dynamo.reset()
-
-
-def attend_out(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
-    """The output alone, of the default implementation."""
-    out: Any = fused_relative_attention(*tensors, **options)
-    return out
-
-
-def four(*lengths: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
-    """query, key, value and a table of 9 rows, which want gradients."""
-    num_queries, num_keys = lengths or (10, 10)
-    inputs = make_inputs(2, 2, num_queries, num_keys, 8, num_rows=9, dtype=dtype, seed=0)
-    return [each.requires_grad_() for each in inputs[:4] if each is not None]
 
 
 def make_leaves(inputs: Inputs) -> dict[str, Any]:

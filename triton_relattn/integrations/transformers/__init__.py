@@ -56,16 +56,9 @@ def enable(module: Any, *, lengths: int | Sequence[int] = 4096, check_calls: boo
     Args:
         module: a model, or any part of it: an encoder, a layer, one attention. Models of the families that
             :func:`supported_families` lists can be anywhere inside.
-        lengths: for which the report counts memory, in positions.
-        check_calls: whether some of your calls are compared with the stock forward.
+        lengths, check_calls: as there.
 
-    Returns:
-        The report of :func:`triton_relattn.enable`: a dict of the names of the replaced modules, and of their stock classes.
-
-    Raises:
-        ValueError: nothing in module is of these classes.
-        RuntimeError: all modules that are were refused; the message has the reasons.
-        TypeError: module is no module and holds none; lengths that are not integers.
+    Returns, Raises: as there, of these classes alone.
 
     Example:
         >>> from transformers import VitsConfig, VitsModel
