@@ -19,7 +19,7 @@ from bench.report.rows import STAMP
 from bench.verbs import speed
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted(set((ROOT / "docs").glob("*.md")) - {ROOT / "docs/map.md"})]
 PROGRAM = r"python3? -m ((?:bench|triton_relattn|examples\.\w+)\b(?!\.)[^`\n]*"
 TWO = "--methods triton_relattn,gather"
 MORE = {

@@ -118,13 +118,13 @@ class FalconAttention(AlibiAttention):
         cache: Any = None,
         position_embeddings: Any = None,
     ) -> tuple[torch.Tensor, None]:
-        """hidden_states (B, Nq, C), alibi (B * H, 1, Nk), attention_mask (B, Nk); one (B, H, Nq, Nk) has alibi in it.
+        """hidden_states (B, Nq, C), alibi (B * H, 1, Nk), attention_mask (B, Nk); a mask (B, H, Nq, Nk) has alibi in it.
 
         position_embeddings are passed in any case; the stock class reads them where there is no alibi.
         """
         states = self._split_heads(self.query_key_value(hidden_states))
         query, key, value = (part.transpose(1, 2) for part in states)
-        bias = alibi.unflatten(0, (-1, self.num_heads)) / math.sqrt(self.head_dim)
+        bias = alibi.view(-1, self.num_heads, 1, alibi.shape[-1]) / math.sqrt(self.head_dim)
         if attention_mask.dim() == 4:
             bias = torch.zeros_like(bias)
         dropout_p = self.attention_dropout.p if self.training else 0.0
