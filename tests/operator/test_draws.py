@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from tests.check import WAYS, Way, check, check_refused, environment, run
 from tests.conftest import INTERPRETED
 from tests.draws import explore, in_every_way, repeatable, samples
-from tests.expected import TABLES
+from tests.expected import INPUTS, TABLES
 from tests.samples import Sample
 from triton_relattn import RelativePositions
 
@@ -61,6 +61,21 @@ def test_calls_that_differ_in_one_argument() -> None:
     """What calls of the same sizes share is put together once: none gets what belongs to another, before it or after it."""
     for changes in ({}, *ALIKE, {}):
         check(replace(BASE, **changes), WAYS[0])
+
+
+@pytest.mark.parametrize("way", WAYS[:2], ids=str)
+def test_gradients_have_the_same_bits_whichever_others_are_asked_for(way: Way) -> None:
+    changes: dict[str, Any] = {"tables": TABLES, "per_head": ("rel_bias",), "rel_width": 16, "positions": (-5, 9, "clamp")}
+    sample = replace(BASE, batch=1, key_heads=1, group=2, **changes)
+    call = {**sample.call(), "implementation": way.implementation}
+    names = [name for name in INPUTS if name in call]
+    with environment(sample, way):
+        expected = run(sample, call)
+        for asked_for in (("query",), ("key", "rel_key"), tuple(names[2::2]), tuple(names[3:])):
+            results = run(replace(sample, requires_grad=asked_for), call)
+            for name in asked_for:
+                result, right = results[f"d_{name}"], expected[f"d_{name}"]
+                assert result is not None and right is not None and torch.equal(result, right), (asked_for, name)
 
 
 def test_nan_stays_in_its_sequence() -> None:
