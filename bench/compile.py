@@ -19,9 +19,8 @@ from .cases.features import FEATURES, Resolved
 from .cases.features import call as call_with
 from .compiled import Resources, compiled, launched, matrix_instructions, resources, selected, shuffles
 from .measure.processes import processes
-from .report.progress import progress
 from .report.rows import Table, in_one_line, stamp
-from .report.text import table
+from .report.text import progress, table
 from .verbs.options import add_csv, add_jobs, add_list, interpreted, some_of
 
 TILE_COLUMNS = tuple(field.name for field in fields(selection.TileConfig))
@@ -121,7 +120,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         with processes(options.jobs) as map_all:
             rows = map_all(row, cases)
-            for _, result in zip(progress(cases, str, lambda case: case.head_dim), rows, strict=False):
+            for _, result in zip(progress(cases), rows, strict=False):
                 results.add(result)
     except KeyboardInterrupt:
         interrupted = True

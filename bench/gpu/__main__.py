@@ -1,6 +1,6 @@
 """Correctness and speed of the kernels on a GPU, within minutes: ``python3 -m bench.gpu --results out/gpu``.
 
-    smoke         calls that stand for the main ones, and each kernel alone, against float64; then each kernel timed
+    smoke         calls that stand for the main ones, against float64; then each kernel timed
     repeats       many runs of one call are equal bit for bit
     correctness   the very kernels that are timed, then calls of every kind, by the error rule of the tests
     speed         ours, ours without the term, SDPA's FlashAttention and cuDNN
@@ -136,8 +136,7 @@ class Run:
         shares = {part: PARTS[part][1] for part in self.options.parts}
         if "smoke" in shares:
             (self.options.state / "wrong.txt").unlink(missing_ok=True)
-        while shares:
-            part = next(iter(shares))
+        for part in list(shares):
             seconds_left = max(0.0, self.options.seconds - (time.monotonic() - self.started))
             self.run(part, seconds_left * shares[part] / sum(shares.values()))
             del shares[part]
@@ -162,8 +161,7 @@ class Run:
     def summary(self) -> str:
         """What passed, what did not, and the first errors."""
         lines = ["", "== summary", *[stub.NOTE] * self.options.stub]
-        for outcome in self.outcomes:
-            lines.append(f"{outcome.part:13} {outcome.rows:4} rows  {outcome.line()}"[:200])
+        lines += [f"{outcome.part:13} {outcome.rows:4} rows  {outcome.line()}"[:200] for outcome in self.outcomes]
         failed = [outcome.part for outcome in self.outcomes if outcome.has_failed]
         last = [f"{compiled_kernels() - self.num_cached} kernels compiled, {self.num_cached} were there before"]
         last += [f"not timed, since checks failed: {kind}" for kind in sorted(wrong_kinds(self.options.state) or ())][:5]
@@ -176,10 +174,6 @@ class Run:
         if any(outcome.has_failed for outcome in self.outcomes):
             return 1
         return 3 if any("cut off" in outcome.status for outcome in self.outcomes) else 0
-
-
-def interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 def run(options: argparse.Namespace) -> int:
@@ -195,7 +189,7 @@ def run(options: argparse.Namespace) -> int:
     os.environ["TRITON_RELATTN_CACHE"] = str(options.state / "profiles")  # the defaults, whatever this machine's user has tuned
     with stub.without_a_gpu() if options.stub else contextlib.nullcontext():
         options.arch = architectures.architecture(torch.device("cuda"))
-        signal.signal(signal.SIGTERM, interrupt)  # so that what a part has started ends with it
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what a part has started ends with it
         options.results.mkdir(parents=True, exist_ok=True)
         if options.until is not None:
             run_here(options.parts[0], options)

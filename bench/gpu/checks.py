@@ -1,4 +1,4 @@
-"""Correctness by the error rule of the tests: stand-ins for the timed calls, single kernels, calls of every kind, repeats."""
+"""Correctness by the error rule of the tests: calls that stand for the timed ones, calls of every kind, repeats."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,9 +23,8 @@ from bench.cases.methods import ours
 from bench.measure import timing
 from bench.report.rows import in_one_line
 from triton_relattn import fused_relative_attention, testing
-from triton_relattn._core.spec import DIFFERENTIABLE
 from triton_relattn.check import judge
-from triton_relattn.kernels.introspect import Call, planning, selection, tuning
+from triton_relattn.kernels.introspect import planning
 from triton_relattn.testing import Inputs
 
 from .report import Report, kind
@@ -38,40 +37,38 @@ SHORT_CHECKED, LONGEST_CHECKED = 512, 1040
 
 @dataclass(frozen=True)
 class Check:
-    """A call to check, or one kernel of it.
+    """A call to check.
 
-    kernel: the one that is checked alone. workspace: the limit of the backward's workspace in bytes, if not the usual one.
-    kind: of the timed calls that this one stands for, which do not return lse.
+    workspace: the limit of the backward's workspace in bytes, if not the usual one. kind: of the timed calls that this one
+    stands for, which do not return lse. direction: "forward" only for such.
     """
 
     case: Case
-    kernel: str = ""
     workspace: str = ""
     kind: str = ""
+    direction: str = "forward+backward"
 
     def __str__(self) -> str:
         workspace = f", workspace {self.workspace}" * bool(self.workspace)
-        return f"{self.case}{workspace}" + f", {self.kernel} alone" * bool(self.kernel)
+        return f"{self.case}{workspace}" + f", {self.direction} alone" * (self.direction == "forward")
 
     def results(self, inputs: Inputs) -> dict[str, torch.Tensor]:
-        """out, lse and gradients, by name; of one kernel, what it computes."""
-        if self.kernel:
-            return run_kernel(self.case, self.kernel, inputs)
+        """out, lse and gradients, by name."""
         if not self.kind:
             attend: Any = partial(fused_relative_attention, return_lse=True, implementation="triton")
             return testing.forward_backward(attend, inputs, **self.case.options(inputs))
         names = ["out", *(f"d_{name}" for name in (*OPERANDS, *self.case.tables(inputs)))]
-        step = timing.steps(self.case, ours(self.case, "triton"), inputs)["forward+backward"]
-        return dict(zip(names, step.run(), strict=True))
+        results = timing.steps(self.case, ours(self.case, "triton"), inputs)[self.direction].run()
+        return dict(zip(names, results, strict=False))
 
     def run(self, device: str = "cuda") -> list[dict[str, Any]]:
         """A row for normal and one for sharp inputs, whatever goes wrong among them."""
         rows = []
         for sharp in (False, True):
-            row: dict[str, Any] = {"case": str(self), "variant": "sharp" * sharp, "direction": self.kernel or "forward+backward"}
+            row: dict[str, Any] = {"case": str(self), "variant": "sharp" * sharp, "direction": self.direction}
             try:
                 inputs = self.case.inputs(device, sharp)
-                if self.kernel or self.kind:
+                if self.kind:
                     inputs = inputs._replace(d_lse=torch.zeros_like(inputs.d_lse))
                 with mock.patch.dict(os.environ, {planning.VARIABLE: self.workspace} if self.workspace else {}):
                     results = self.results(inputs)
@@ -83,16 +80,6 @@ class Check:
                 row |= {"status": "failed", "message": in_one_line(error)}
             rows.append(row)
         return rows
-
-
-def run_kernel(case: Case, kernel: str, inputs: Inputs) -> dict[str, torch.Tensor]:
-    """What one kernel computes in the selected configuration; those of the backward go on from the forward's results."""
-    tensors, spec = case.resolved(inputs)
-    tile = Call(tensors, spec).tile(kernel)
-    saved = tuning.run_forward(tensors, spec)
-    results = tuning.run_kernel(kernel, tensors, spec, inputs.d_out, saved, tile)
-    names = [name for name in DIFFERENTIABLE if name in tuning.GRADIENTS[kernel] and getattr(tensors, name) is not None]
-    return dict(zip(["out", "lse"] if kernel == "forward" else [f"d_{name}" for name in names], results, strict=True))
 
 
 def stand_ins(case: Case) -> Iterator[Check]:
@@ -114,19 +101,13 @@ def stand_ins(case: Case) -> Iterator[Check]:
         for call, workspace in calls if case.terms else calls[:1]:
             yield Check(call, workspace=workspace, kind=kind(case))
         if case.terms:
-            yield Check(many, kernel="forward", kind=kind(case))
+            yield Check(many, kind=kind(case), direction="forward")
 
 
 def timed_checks(cases: Iterable[Case]) -> list[Check]:
     """Checks that stand for all cases, with their tables and without, none of them twice."""
     checks = [check for case in cases for computed in (case, case.without_table()) for check in stand_ins(computed)]
     return list({str(check): check for check in checks}.values())
-
-
-def kernels_alone() -> list[Check]:
-    """Each kernel of a call with a full table."""
-    cases = [Case(2, 2, LONGEST_CHECKED, width) for width in (64, 128)]
-    return [Check(case, kernel=name) for name in selection.KERNELS if name != "dp2c" for case in cases]
 
 
 def small_case(table: str, is_causal: bool = False, dtype: str = "bf16", head_dim: int = 64, **sizes: Any) -> Case:
@@ -204,8 +185,7 @@ def correctness(options: argparse.Namespace, report: Report, deadline: float) ->
 
 
 def repeats(options: argparse.Namespace, report: Report, deadline: float) -> None:
-    """Many runs of one call are equal bit for bit; the first again is in torch's deterministic mode, which fills new memory with
-    NaN. A call that the time did not allow to run again is "not run", neither passed nor failed."""
+    """Many runs of one call are equal bit for bit. One that the time did not allow to run again neither passed nor failed."""
     calls = [(table, *sizes) for sizes in ((4, 64, 51), (60, 64, 251), (8, 128, 101)) for table in ("full", "clamped")]
     for table, batch, width, runs in calls[: options.most]:
         check = Check(small_case(table, batch == 4, head_dim=width, batch=batch, heads=8, length=1024))
@@ -222,8 +202,11 @@ def repeats(options: argparse.Namespace, report: Report, deadline: float) -> Non
     report.done()
 
 
-def differences(results: Any, runs: int, deadline: float) -> tuple[int, str]:
-    """How many runs there were, and what was not equal to the first run's."""
+def differences(results: Callable[[], dict[str, torch.Tensor]], runs: int, deadline: float) -> tuple[int, str]:
+    """How many runs there were, and what was not equal to the first run's.
+
+    The first again is in torch's deterministic mode, which fills new memory with NaN.
+    """
     first, different, run = results(), list[str](), 0
     while run < runs and time.monotonic() < deadline:
         torch.use_deterministic_algorithms(run == 0)
@@ -256,7 +239,7 @@ def marked_tests(options: argparse.Namespace, report: Report, deadline: float) -
 
 
 def sanitizer(options: argparse.Namespace, report: Report, deadline: float) -> None:
-    """Small calls under compute-sanitizer's memcheck: addresses that are not the kernels' own. Without it that is said."""
+    """Small calls under compute-sanitizer's memcheck: addresses that are not the kernels' own."""
     program = shutil.which("compute-sanitizer")
     if program is None:
         report.done("there is no compute-sanitizer")

@@ -25,7 +25,7 @@ from bench.verbs import memory, speed
 from triton_relattn._core.dtypes import keeps_residual
 from triton_relattn.kernels.introspect import Call, TileConfig, backward, forward, tuning
 
-from .checks import check_all, kernels_alone, synchronize, timed_checks
+from .checks import check_all, synchronize, timed_checks
 from .report import Report, kind, wrong_kinds
 from .workers import Lost, spread
 
@@ -40,17 +40,13 @@ BEFORE = Path(os.environ.get("RELATTN_BEFORE", ROOT / ".gpu" / "before"))
 BEFORE_WORDS = ("--cases", "long,speech", "--lengths", "4096,1024,500", "--seconds", "1")
 
 
-def main_case(head_dim: int) -> Case:
-    """The call that each kernel is timed in."""
-    return choose(["long"], [4096])[0].resized(4096, heads=2048 // head_dim, head_dim=head_dim)
-
-
 def smoke(options: argparse.Namespace, report: Report, deadline: float) -> None:
-    """Calls that stand for the main ones, and their kernels alone, checked; then each kernel timed."""
+    """Calls that stand for the main ones, checked; then each kernel timed."""
     report.say(f"  {report.stamp['device']}, torch {torch.__version__}, triton {report.stamp['triton']}, {options.arch}")
-    cases = [case for width in (64, 128) for case in (main_case(width), main_case(width).without_table())][: options.most]
-    checks = [*timed_checks(cases[::2]), *kernels_alone()[: options.most]]
-    check_all(checks, options, report, deadline)
+    long = choose(["long"], [4096])[0]
+    main = [long.resized(4096, heads=2048 // head_dim, head_dim=head_dim) for head_dim in (64, 128)]
+    cases = [case for with_table in main for case in (with_table, with_table.without_table())][: options.most]
+    check_all(timed_checks(cases[::2]), options, report, deadline)
     for case in cases:
         try:
             for row in time_kernels(case):
@@ -169,15 +165,12 @@ def measure_memory(options: argparse.Namespace, report: Report, deadline: float)
     """Peaks against the length, until the methods fail, and past that."""
     cases = choose(["memory"])
     ladder = sorted([*cases, *(replace(case, rows=CLIPPED) for case in cases)], key=lambda case: case.length)[: options.most]
-    failures = {direction: speed.Failures() for direction in memory.DIRECTIONS}
-    shared = argparse.Namespace(device="cuda", no_verify=False, memory_limit=4 << 30)
-    for case, method, direction in itertools.product(ladder, PEAKS, memory.DIRECTIONS):
-        if time.monotonic() > deadline:
-            report.skip(1)
-            continue
-        row = memory.measure(case, method, direction, shared, failures[direction].reasons(case))
-        failures[direction].remember(case, [row])
-        report.add_measured(row)
+    points, done = memory.choose_points(ladder, PEAKS), 0
+    rows = memory.measure(points, argparse.Namespace(device="cuda", no_verify=False))
+    while done < len(points) and time.monotonic() < deadline:
+        report.add_measured(next(rows))
+        done += 1
+    report.skip(len(points) - done)
     report.say(summary.memory(report.measured.rows))
     report.done()
 
@@ -190,13 +183,13 @@ def make_step(case: Case, direction: str, method: str = OURS) -> timing.Step:
 def measure_host(options: argparse.Namespace, report: Report, deadline: float) -> None:
     """What a call costs the host whose work is nothing; and short calls in a CUDA graph: what is left without the host's time."""
     tiny, number = Case(1, 1, 60, 64, rows=9), options.most or 200
+    ways = itertools.product((*OUR_METHODS, "sdpa"), summary.DIRECTIONS)
     figures: list[tuple[Case, str, str, str, Callable[[], float]]] = [
-        (tiny, method, direction, "us", partial(host_time, tiny, direction, method, number))
-        for method, direction in itertools.product((*OUR_METHODS, "sdpa"), memory.DIRECTIONS)
+        (tiny, method, direction, "us", partial(host_time, tiny, direction, method, number)) for method, direction in ways
     ]
     graphed = [case for case in choose(["speech"]) if case.length in GRAPHED]
-    figures += [(case, "CUDA graph", "forward+backward", "ms", partial(replay_time, case)) for case in graphed]
-    for case, variant, direction, unit, work in [*figures[: options.most], *figures[-1:]] if options.most else figures:
+    graphs = [(case, "CUDA graph", "forward+backward", "ms", partial(replay_time, case)) for case in graphed]
+    for case, variant, direction, unit, work in [*figures[: options.most], *graphs[: options.most]]:
         if time.monotonic() > deadline:
             report.skip(1)
             continue
@@ -225,7 +218,7 @@ def host_time(case: Case, direction: str, method: str, number: int, times: int =
 
 
 def replay_time(case: Case) -> float:
-    """Capture a call, compare the replay with it, and time the replay."""
+    """Capture a call, compare the replay with it, and time the replay, in milliseconds."""
     step = make_step(case, "forward+backward")
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -241,7 +234,9 @@ def replay_time(case: Case) -> float:
     synchronize()
     if not all(torch.equal(one, other) for one, other in zip(captured, eager, strict=True)):
         raise AssertionError("the graph gives other bits")
-    return timing.median(timing.step(graph.replay), "cuda")
+    timed = timing.Timed("", "", step=timing.step(graph.replay))
+    timing.time_in_turn([timed], "cuda", 0.5, 20)
+    return float(timing.percentiles(timed.milliseconds)["p50_ms"])
 
 
 def measure_before(options: argparse.Namespace, report: Report, deadline: float) -> None:
@@ -251,8 +246,7 @@ def measure_before(options: argparse.Namespace, report: Report, deadline: float)
         return
     words = ("--shape", "b1,h1,n64", "--dtype", "bf16", "--seconds", "0") if options.most else BEFORE_WORDS
     command = [sys.executable, "-m", "bench", "compare", str(BEFORE), "speed", *words]
-    stub = {"RELATTN_STUB": "1"} if options.stub else {}
-    status, lines = report.run(command, deadline - time.monotonic(), **stub)
+    status, lines = report.run(command, deadline - time.monotonic(), **({"RELATTN_STUB": "1"} if options.stub else {}))
     report.skip(status is None)
     verdict = "ok" if status in (0, None) else "failed"
     report.add(case=f"beside {BEFORE.name}", status=verdict, message=lines[-1] if lines and verdict != "ok" else "")

@@ -70,10 +70,8 @@ class Outcome:
     def status(self) -> str:
         """ "ok", "left out", "FAILED, 2 rows", "crashed: ..." or "cut off after 40 s", or what of these comes together."""
         parts = [f"FAILED, {self.failed} row{'s' * (self.failed != 1)}"] if self.failed else []
-        if self.ended:
-            parts.append(self.ended)
-        elif self.skipped:
-            parts.append(f"cut off after {self.seconds:.0f} s")
+        if self.ended or self.skipped:
+            parts.append(self.ended or f"cut off after {self.seconds:.0f} s")
         return ", ".join(parts) or ("ok" if self.rows else "left out")
 
     @property
@@ -95,6 +93,22 @@ def wrong_kinds(state: Path) -> set[str] | None:
     return set(path.read_text().splitlines()) if path.exists() else None
 
 
+def describe_environment(options: argparse.Namespace) -> dict[str, Any]:
+    """What environment.json has besides the stamp of the rows."""
+    gpu = torch.cuda.get_device_properties(0)
+    return {
+        "python": platform.python_version(),
+        "arguments": vars(options),
+        "capability": f"{gpu.major}.{gpu.minor}",
+        "multiprocessors": gpu.multi_processor_count,
+        "memory_bytes": gpu.total_memory,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "nvidia-smi": command_output("nvidia-smi", "-q", "-d", "CLOCK,POWER,PERFORMANCE")[:8000],
+        "driver": command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+    }
+
+
 class Report:
     """The lines and rows of one part, in its process."""
 
@@ -105,13 +119,7 @@ class Report:
         self.measured = Table((*MEASURED, *timing.GPU_COLUMNS), self.stamp, options.results / "results.csv", append=True)
         path = options.results / "environment.json"
         if not path.exists():
-            gpu = torch.cuda.get_device_properties(0)
-            environment: dict[str, Any] = {**self.stamp, "python": platform.python_version(), "arguments": vars(options)}
-            environment |= {"capability": f"{gpu.major}.{gpu.minor}", "multiprocessors": gpu.multi_processor_count}
-            environment |= {"memory_bytes": gpu.total_memory, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
-            environment["nvidia-smi"] = command_output("nvidia-smi", "-q", "-d", "CLOCK,POWER,PERFORMANCE")[:8000]
-            environment["driver"] = command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-            path.write_text(json.dumps(environment, indent=1, default=str) + "\n")
+            path.write_text(json.dumps(self.stamp | describe_environment(options), indent=1, default=str) + "\n")
 
     def say(self, text: str) -> None:
         print(text, flush=True)
@@ -120,7 +128,7 @@ class Report:
         """Append a row of checks.csv at once; one that did not pass is also printed. "not run" is neither passed nor failed."""
         self.checks.add({"part": self.part, **row})
         if row["status"] != "not run":
-            self._judge(row["status"], row)
+            self._judge(row["status"] == "ok", row)
 
     def add_wrong(self, kind: str) -> None:
         with (self.state / "wrong.txt").open("a") as file:
@@ -139,15 +147,14 @@ class Report:
         elif row["status"] != "ok" and not row["status"].startswith("does not apply"):
             self.say(f"{name}: {row['status']}")
         failed = row["status"].startswith(("wrong", "failed") if row["method"] in OUR_METHODS else "wrong")
-        names = ("verb", "case", "method", "direction", "config", "status")
-        self._judge(row["status"] if failed else "ok", {name: row.get(name) for name in names})
+        self._judge(not failed, {name: row.get(name) for name in ("verb", "case", "method", "direction", "config", "status")})
 
     def skip(self, count: int) -> None:
         """There was no time for so many items."""
         self.skipped += max(0, count)
 
     def fail(self, text: str) -> None:
-        self._judge("failed", {"": text})
+        self._judge(False, {"": text})
 
     def done(self, note: str = "") -> None:
         self.say(DONE + json.dumps([self.rows, self.skipped, note]))
@@ -162,7 +169,7 @@ class Report:
 
         return watch(command, seconds, hear, **environment), lines
 
-    def _judge(self, status: str, row: dict[str, Any]) -> None:
+    def _judge(self, is_right: bool, row: dict[str, Any]) -> None:
         self.rows += 1
-        if status != "ok":
+        if not is_right:
             self.say(FAILED + " ".join(f"{name}={value}".lstrip("=") for name, value in row.items() if value not in ("", None)))

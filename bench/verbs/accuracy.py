@@ -16,10 +16,9 @@ from triton_relattn.testing import Inputs, make_inputs
 from ..cases.attention import DTYPES
 from ..cases.baselines import BASELINES
 from ..cases.methods import OURS
-from ..report.progress import interruptible, progress
 from ..report.rows import Table, in_one_line, stamp
-from ..report.text import markdown_table
-from .options import add_csv, add_list, add_machine, positive
+from ..report.text import interruptible, markdown_table, progress
+from .options import add_csv, add_device, add_list, positive
 
 RESULTS = ("out", "d_query", "d_key", "d_value", "d_table")
 COLUMNS = ("verb", "case", "dtype", "method", *RESULTS, "status", "length")
@@ -39,13 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_list(parser, "cases", CASES, CASES)
     add_list(parser, "dtypes", tuple(DTYPES), tuple(DTYPES))
     add_list(parser, "methods", METHODS, METHODS)
-    parser.add_argument(
-        "--implementation", choices=("triton", "blockwise"), help="implementation of this package (default: the device's)"
-    )
     parser.add_argument("--length", type=positive, default=LENGTH, help="length of the sequences (%(default)s)")
-    add_machine(parser)
+    add_device(parser)
     add_csv(parser)
-    parser.add_argument("--append", action="store_true", help="keep the rows that the CSV file has")
 
 
 def inputs(case: str, dtype: str, length: int, device: str) -> Inputs:
@@ -60,10 +55,10 @@ def inputs(case: str, dtype: str, length: int, device: str) -> Inputs:
     return drawn._replace(d_lse=torch.zeros_like(drawn.d_lse))
 
 
-def attend(method: str, options: argparse.Namespace) -> Callable[..., torch.Tensor]:
+def attend(method: str) -> Callable[..., torch.Tensor]:
     """The function of a method: from query, key, value and table to out."""
     if method == OURS:
-        return partial(fused_relative_attention, implementation=options.implementation)
+        return fused_relative_attention
     baseline = BASELINES["skewing" if method == EAGER else "dense_bias"]
     return lambda query, key, value, table: baseline(query, key, value, table, False)
 
@@ -84,8 +79,8 @@ def measure(case: str, dtype: str, options: argparse.Namespace) -> list[dict[str
         row: dict[str, Any] = {"verb": "accuracy", "case": case, "dtype": dtype, "length": options.length, "method": method}
         try:
             if method == OURS:  # by the implementation that computes it
-                row["method"] = f"{OURS} ({choose_implementation(options.implementation, given.query, given.value).name})"
-            actual = results(attend(method, options), given)
+                row["method"] = f"{OURS} ({choose_implementation(None, given.query, given.value).name})"
+            actual = results(attend(method), given)
             pairs = zip(RESULTS, actual, golden, strict=True)
             row |= {name: float((result.double() - exact).norm() / exact.norm()) for name, result, exact in pairs}
             row["status"] = "ok" if all(result.isfinite().all() for result in actual) else "not finite"
@@ -107,7 +102,7 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def run(options: argparse.Namespace) -> int:
-    table = Table(COLUMNS, stamp(options.device), options.csv, options.append)
+    table = Table(COLUMNS, stamp(options.device), options.csv)
     with interruptible():
         for case, dtype in progress([(c, d) for c in options.cases for d in options.dtypes], " ".join):
             for row in measure(case, dtype, options):

@@ -11,6 +11,7 @@ import argparse
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -112,11 +113,7 @@ def checkout(ref: str) -> Iterator[Path]:
         done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
         return done.stdout.strip() if done.returncode == 0 else ""
 
-    try:
-        top = git("rev-parse", "--show-toplevel")
-    except FileNotFoundError:
-        top = ""
-    if not top or Path(top).resolve() != ROOT.resolve():
+    if shutil.which("git") is None or git("rev-parse", "--show-toplevel") != str(ROOT.resolve()):
         raise argparse.ArgumentError(None, f"{ROOT} is no git checkout; REF may be a folder with the other package")
     commit = git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{ref}^{{commit}}")
     if not commit:
@@ -131,19 +128,16 @@ def checkout(ref: str) -> Iterator[Path]:
 
 
 def compare(here: Worker, there: Worker, seconds: float) -> Iterator[tuple[str, list[dict[str, float]]]]:
-    """Each case's name, and the least times of both, by column. The first run of each warms up."""
+    """Each case's name, and the least times here and there, by column. The first run of each warms up."""
     while (name := here.ask("next")) is not None:
         if (other := there.ask("next")) != name:
             raise Failed(f"the cases differ: {name} here, {other} there")
-        least = [dict[str, float]() for _ in range(2)]
-        order = [(here, least[0]), (there, least[1])]
-        for worker, _ in order:
-            worker.ask("run")
-        started, rounds = time.monotonic(), 0
+        here.ask("run"), there.ask("run")
+        least: list[dict[str, float]] = [{}, {}]
+        order, started, rounds = [(here, least[0]), (there, least[1])], time.monotonic(), 0
         while rounds < FEWEST or time.monotonic() - started < seconds:
             for worker, found in order:
-                for column, value in worker.ask("run").items():
-                    found[column] = min(value, found.get(column, value))
+                found |= {column: min(value, found.get(column, value)) for column, value in worker.ask("run").items()}
             order.reverse()
             rounds += 1
         yield name, least
@@ -156,12 +150,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from ..report.progress import interruptible
-    from ..report.text import digits, table
+    from ..report.text import digits, interruptible, table
 
     given = parse(options.verb, options.words)
     unit = importlib.import_module(VERBS[options.verb]).UNIT
-    found: list[tuple[str, list[dict[str, float]]]] = []
+    head, body = [f"{unit}, here and at {options.ref}"], list[list[str]]()
     with ExitStack() as stack:
         folder = stack.enter_context(checkout(options.ref))
         workers = [Worker(path, [options.verb, *options.words]) for path in (ROOT, folder)]
@@ -169,18 +162,14 @@ def run(options: argparse.Namespace) -> int:
             stack.callback(worker.stop)
         try:
             with interruptible():
-                for name, least in compare(workers[0], workers[1], given.seconds):
+                for name, (ours, theirs) in compare(*workers, given.seconds):
                     print(f"  {name}", file=sys.stderr, flush=True)
-                    found.append((name, least))
+                    head[1:] = [word for column in ours for word in (column, "there", "ratio")]
+                    cells = [(digits(ours[column]), digits(theirs[column]), f"{ours[column] / theirs[column]:.2f}") for column in ours]
+                    body.append([name, *(cell for triple in cells for cell in triple)])
         except Failed as error:
             print(error, file=sys.stderr)
             return 1
-    columns = list(dict.fromkeys(column for _, least in found for column in least[0]))
-    head = [f"{unit}, here and at {options.ref}", *(word for column in columns for word in (column, "there", "ratio"))]
-    body = []
-    for name, (ours, theirs) in found:
-        cells = [(ours[column], theirs[column]) for column in columns]
-        body.append([name, *(word for a, b in cells for word in (digits(a), digits(b), f"{a / b:.2f}"))])
     print(table(head, body) + "\n\nThe least of interleaved runs; ratio: here / there, below 1 this checkout is faster.")
     return 0
 

@@ -21,8 +21,7 @@ import triton  # noqa: F401 - so that a missing one is named
 from triton_relattn import fused_relative_attention
 
 from ..cases.attention import OPERANDS, Case
-from ..report.progress import progress
-from ..report.text import table
+from ..report.text import progress, table
 from .options import interpreted, positive, seconds
 
 CASE = Case(1, 2, 64, 64)
@@ -74,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
     if interpreted():
         return 2
     body = []
-    for kind in progress(KINDS, str):
+    for kind in progress(KINDS):
         started, found = time.monotonic(), measure(kind, options.calls)
         while time.monotonic() - started < options.seconds:
             again = measure(kind, options.calls)

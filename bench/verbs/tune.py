@@ -12,7 +12,7 @@ import torch
 from triton_relattn.kernels.introspect import tuning
 
 from ..cases import attention as cases
-from ..report.progress import progress
+from ..report.text import progress
 from .options import add_cases, interpreted, new_file, positive
 
 
@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         print("There is no GPU here: nothing to tune. python -m bench compile has what compiled kernels take.")
         return 2
-    for case in progress(cases.choose(options.cases, options.lengths), str):
+    for case in progress(cases.choose(options.cases, options.lengths)):
         for computed in (case, case.without_table()):
             inputs = computed.inputs("cuda")
             arguments = computed.tables(inputs) | computed.options(inputs)
