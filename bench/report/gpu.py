@@ -159,7 +159,9 @@ def dense_sentence() -> str:
         " and ".join(f"{ratio(fastest(rows, case, way, DENSE), rows[case, OURS, way]):.1f}x" for case in shown)
         for way in DIRECTIONS
     )
-    return f"Timed beside ours, the fastest dense PyTorch takes {forward} its time with {lengths} tokens ({both} with the backward)."
+    return (
+        f"Timed beside ours, the fastest dense PyTorch takes {forward} its time with {lengths} tokens ({both} with the backward)."
+    )
 
 
 def flex_sentence() -> str:

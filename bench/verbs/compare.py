@@ -165,7 +165,9 @@ def run(options: argparse.Namespace) -> int:
                 for name, (ours, theirs) in compare(*workers, given.seconds):
                     print(f"  {name}", file=sys.stderr, flush=True)
                     head[1:] = [word for column in ours for word in (column, "there", "ratio")]
-                    cells = [(digits(ours[column]), digits(theirs[column]), f"{ours[column] / theirs[column]:.2f}") for column in ours]
+                    cells = [
+                        (digits(ours[column]), digits(theirs[column]), f"{ours[column] / theirs[column]:.2f}") for column in ours
+                    ]
                     body.append([name, *(cell for triple in cells for cell in triple)])
         except Failed as error:
             print(error, file=sys.stderr)
