@@ -181,7 +181,7 @@ def correctness(options: argparse.Namespace, report: Report, deadline: float) ->
     timed = [case for cases in (gpu_cases(), GROUPS["dense"], GROUPS["flex"]) for case in cases[: options.most]]
     checks = [*timed_checks(timed), *all_kinds()[: options.most]]
     (report.state / "wrong.txt").touch()
-    report.done(f"{check_all(checks, options, report, deadline)} of {len(checks)} calls")
+    report.say(f"{check_all(checks, options, report, deadline)} of {len(checks)} calls")
 
 
 def repeats(options: argparse.Namespace, report: Report, deadline: float) -> None:
@@ -199,7 +199,6 @@ def repeats(options: argparse.Namespace, report: Report, deadline: float) -> Non
             row |= {"status": "failed", "message": in_one_line(error)}
         report.add(**row)
         report.say(f"  {check}: {row.get('value', '-')} runs, {row['status']}")
-    report.done()
 
 
 def differences(results: Callable[[], dict[str, torch.Tensor]], runs: int, deadline: float) -> tuple[int, str]:
@@ -222,7 +221,7 @@ def differences(results: Callable[[], dict[str, torch.Tensor]], runs: int, deadl
 def marked_tests(options: argparse.Namespace, report: Report, deadline: float) -> None:
     """pytest of the tests that are marked gpu, as far as it comes."""
     if importlib.util.find_spec("pytest") is None:
-        report.done("there is no pytest")
+        report.leave_out("there is no pytest")
         return
     command = [sys.executable, "-m", "pytest", "-rfE", "--tb=short", "-m", "gpu", "tests/gpu", "-p", "no:cacheprovider", "-v"]
     if options.jobs > 1 and importlib.util.find_spec("xdist") is not None:
@@ -235,24 +234,26 @@ def marked_tests(options: argparse.Namespace, report: Report, deadline: float) -
     message = f"{passed} passed, {len(verdicts) - passed} did not; {lines[-1] if lines else ''}"
     report.add(case="pytest -m gpu", value=passed, unit="tests", message=message, status="ok" if is_right else "FAILED")
     report.skip(status is None)
-    report.done(message)
+    report.say(message)
 
 
 def sanitizer(options: argparse.Namespace, report: Report, deadline: float) -> None:
     """Small calls under compute-sanitizer's memcheck: addresses that are not the kernels' own."""
     program = shutil.which("compute-sanitizer")
     if program is None:
-        report.done("there is no compute-sanitizer")
+        report.leave_out("there is no compute-sanitizer")
         return
     # Each tensor is an allocation of its own: else what lies beyond its end is torch's, and no error.
     command = [program, "--error-exitcode", "86", "--report-api-errors", "no", sys.executable, "-m", "bench.gpu.checks"]
     status, lines = report.run(command, deadline - time.monotonic(), PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     calls = sum("call: " in line for line in lines)
     summary = next((line for line in reversed(lines) if "SUMMARY" in line), lines[-1] if lines else "")
-    if status == 86 or calls:
-        verdict = "ok" if status in (0, None) and calls else "FAILED"
-        report.add(case="memcheck", value=calls, unit="calls", status=verdict, message=summary)
-    report.done(f"{calls} calls; {summary}")
+    if status != 86 and not calls:
+        report.leave_out(summary)
+        return
+    verdict = "ok" if status in (0, None) and calls else "FAILED"
+    report.add(case="memcheck", value=calls, unit="calls", status=verdict, message=summary)
+    report.say(f"{calls} calls; {summary}")
 
 
 def synchronize(device: str = "cuda") -> None:

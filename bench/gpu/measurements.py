@@ -1,4 +1,4 @@
-"""Times and peaks: single kernels, whole calls beside lower bounds and beside what people use today, memory, the host."""
+"""Times and peaks: calls beside lower bounds and beside what people use today, memory, the host."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,10 +21,8 @@ from bench.measure import timing
 from bench.report import summary
 from bench.report.rows import ROOT, in_one_line
 from bench.verbs import memory, speed
-from triton_relattn._core.dtypes import keeps_residual
-from triton_relattn.kernels.introspect import Call, TileConfig, backward, forward, tuning
 
-from .checks import check_all, synchronize, timed_checks
+from .checks import synchronize
 from .report import Report, kind, wrong_kinds
 from .workers import Lost, spread
 
@@ -38,60 +35,6 @@ GRAPHED = (200, 500)  # lengths of speech, where the host takes longer than the 
 BEFORE = Path(os.environ.get("RELATTN_BEFORE", ROOT / ".gpu" / "before"))
 """A checkout of an earlier commit, to compare with."""
 BEFORE_WORDS = ("--cases", "long,speech", "--lengths", "4096,1024,500", "--seconds", "1")
-
-
-def smoke(options: argparse.Namespace, report: Report, deadline: float) -> None:
-    """Calls that stand for the main ones, checked; then each kernel timed."""
-    report.say(f"  {report.stamp['device']}, torch {torch.__version__}, triton {report.stamp['triton']}, {options.arch}")
-    long = choose(["long"], [4096])[0]
-    main = [long.resized(4096, heads=2048 // head_dim, head_dim=head_dim) for head_dim in (64, 128)]
-    cases = [case for with_table in main for case in (with_table, with_table.without_table())][: options.most]
-    check_all(timed_checks(cases[::2]), options, report, deadline)
-    for case in cases:
-        try:
-            for row in time_kernels(case):
-                report.add_measured(row)
-        except Exception as error:
-            report.fail(f"{case}: {in_one_line(error)}")
-    report.done()
-
-
-@contextmanager
-def recorded_launches() -> Iterator[dict[str, tuple[TileConfig, list[Callable[[], None]]]]]:
-    """By kernel, its tile and what launches it again: several functions where the call launches it in parts."""
-    launches: dict[str, tuple[TileConfig, list[Callable[[], None]]]] = {}
-    launch = Call.launch
-
-    def record(call: Call, name: str, kernel: Any, config: TileConfig, *arguments: Any, **options: Any) -> None:
-        again = partial(launch, call, name, kernel, config, *arguments, **options)
-        again()
-        launches.setdefault(name, (config, []))[1].append(again)
-
-    Call.launch = record  # type: ignore[method-assign]
-    try:
-        yield launches
-    finally:
-        Call.launch = launch  # type: ignore[method-assign]
-
-
-def time_kernels(case: Case) -> list[dict[str, Any]]:
-    """Each kernel of a call, timed alone, in turn, in the selected configurations."""
-    inputs = case.inputs("cuda")
-    tensors, spec = case.resolved(inputs)
-    with recorded_launches() as launches:
-        out, _, softmax_stats, residual = forward(tensors, spec, keeps_residual=keeps_residual(tensors))
-        gradients = backward(inputs.d_out, None, out, softmax_stats, tensors, spec, residual=residual)
-    synchronize()
-    is_finite = all(bool(result.isfinite().all()) for result in (out, *gradients) if result is not None)
-    rows, timed = [], []
-    for name, (tile, again) in launches.items():
-        row = {"verb": "kernels", **case.columns(), "method": OURS if case.terms else "plain", "direction": f"{name} kernel"}
-        row |= {"config": f"{name} {tuning.shown(tile)}", "status": "ok" if is_finite else "wrong: results are not finite"}
-        step = timing.step(lambda again=again: [launch() for launch in again])  # type: ignore[misc]
-        rows.append(row)
-        timed.append(timing.Timed(row["method"], row["direction"], row, step=step))
-    timing.time_in_turn(timed, "cuda", 0.6, ROUNDS)
-    return [row | timing.times(one, "cuda") for row, one in zip(rows, timed, strict=True)]
 
 
 def measure_case(item: tuple[Case, dict[str, str]], options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -126,19 +69,18 @@ def measure_all(
     for (case, _), rows in spread(partial(measure_case, options=shared), items, min(1, options.jobs), deadline, PATIENCE):
         done += 1
         if isinstance(rows, Lost):
-            report.fail(f"{case}: {rows.reason}")
+            report.fail({"case": case, "status": rows.reason})
             continue
         failures.remember(case, rows)
         for row in rows:
             report.add_measured(row)
     report.skip(len(cases) - done)
-    report.done(f"{done} of {len(cases)} cases")
+    report.say(f"\n{summary.speed(report.measured.rows)}\n{done} of {len(cases)} cases")
 
 
 def measure_speed(options: argparse.Namespace, report: Report, deadline: float) -> None:
     """Ours with the term and without, and SDPA without one by FlashAttention and cuDNN."""
     measure_all(gpu_cases(), OURS_AND_BOUNDS, options, report, deadline)
-    report.say(f"\n{summary.speed(report.measured.rows)}")
 
 
 def measure_baselines(options: argparse.Namespace, report: Report, deadline: float) -> None:
@@ -171,8 +113,7 @@ def measure_memory(options: argparse.Namespace, report: Report, deadline: float)
         report.add_measured(next(rows))
         done += 1
     report.skip(len(points) - done)
-    report.say(summary.memory(report.measured.rows))
-    report.done()
+    report.say(f"\n{summary.memory(report.measured.rows)}\n{done} of {len(points)} peaks")
 
 
 def make_step(case: Case, direction: str, method: str = OURS) -> timing.Step:
@@ -200,7 +141,6 @@ def measure_host(options: argparse.Namespace, report: Report, deadline: float) -
             row |= {"status": "failed", "message": in_one_line(error)}
         report.add(**row)
         report.say(f"  {case}, {variant} {direction}: {row.get('value', '-')} {unit}")
-    report.done()
 
 
 def host_time(case: Case, direction: str, method: str, number: int, times: int = 3) -> float:
@@ -242,7 +182,7 @@ def replay_time(case: Case) -> float:
 def measure_before(options: argparse.Namespace, report: Report, deadline: float) -> None:
     """Times beside those of an earlier commit, if there is a checkout of it."""
     if not (BEFORE / "triton_relattn").is_dir():
-        report.done(f"there is no {BEFORE}")
+        report.leave_out(f"there is no {BEFORE}")
         return
     words = ("--shape", "b1,h1,n64", "--dtype", "bf16", "--seconds", "0") if options.most else BEFORE_WORDS
     command = [sys.executable, "-m", "bench", "compare", str(BEFORE), "speed", *words]
@@ -250,4 +190,3 @@ def measure_before(options: argparse.Namespace, report: Report, deadline: float)
     report.skip(status is None)
     verdict = "ok" if status in (0, None) else "failed"
     report.add(case=f"beside {BEFORE.name}", status=verdict, message=lines[-1] if lines and verdict != "ok" else "")
-    report.done()
