@@ -1,12 +1,13 @@
 """Correctness and speed of the kernels on a GPU, within minutes: ``python3 -m bench.gpu --results out/gpu``.
 
     repeats       many runs of one call are equal bit for bit
-    correctness   the very kernels that are timed, then calls of every kind, by the error rule of the tests
+    correctness   the very kernels that are timed, by the error rule of the tests
+    kinds         calls of every kind, by ``python -m triton_relattn check``
     speed         ours, ours without the term, SDPA's FlashAttention and cuDNN
     baselines     what people write today in plain torch, and SDPA with a dense bias
     flex          FlexAttention, compiled first
     memory        peaks against the sequence length
-    host          what a call costs the host, and short calls captured in a CUDA graph
+    graphs        short calls captured in a CUDA graph
     before        speed beside an earlier commit, if .gpu/before has a checkout of it
     tests         the tests that are marked gpu, if there is a pytest
     sanitizer     small calls under compute-sanitizer's memcheck
@@ -50,12 +51,13 @@ from .workers import GRACE, watch
 Part = Callable[[argparse.Namespace, Report, float], None]
 PARTS: dict[str, tuple[Part, float]] = {
     "repeats": (checks.repeats, 20),
-    "correctness": (checks.correctness, 120),
+    "correctness": (checks.correctness, 90),
+    "kinds": (checks.kinds, 60),
     "speed": (measurements.measure_speed, 130),
     "baselines": (measurements.measure_baselines, 45),
     "flex": (measurements.measure_flex, 80),
     "memory": (measurements.measure_memory, 30),
-    "host": (measurements.measure_host, 20),
+    "graphs": (measurements.measure_graphs, 20),
     "before": (measurements.measure_before, 60),
     "tests": (checks.marked_tests, 60),
     "sanitizer": (checks.sanitizer, 40),

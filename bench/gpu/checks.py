@@ -1,4 +1,4 @@
-"""Correctness by the error rule of the tests: calls that stand for the timed ones, calls of every kind, repeats."""
+"""Correctness by the error rule of the tests: calls that stand for the timed ones, repeats, and the checks of others."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from unittest import mock
 
 import torch
 
-from bench.cases.attention import DTYPES, GROUPS, OPERANDS, Case, gpu_cases
+from bench.cases.attention import BIAS, CLIPPED, DTYPES, GROUPS, OPERANDS, P2C, Case, gpu_cases
 from bench.cases.methods import ours
 from bench.measure import timing
 from bench.report.rows import in_one_line
-from triton_relattn import fused_relative_attention, testing
 from triton_relattn.check import judge
 from triton_relattn.kernels.introspect import planning
 from triton_relattn.testing import Inputs
@@ -30,22 +29,17 @@ from triton_relattn.testing import Inputs
 from .report import Report, kind
 from .workers import Lost, spread
 
-TABLES = ("full", "clamped", "zero", "none")
+INKLING = {"is_causal": True, "rows": 65, "outside": "zero", "rel_dim": 16}
 SHORT_CHECKED, LONGEST_CHECKED = 512, 1040
 """Queries of calls that stand for longer ones: divisible by 16, as Triton likes it."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """A call to check.
-
-    workspace: the limit of the backward's workspace in bytes, if not the usual one. kind: of the timed calls that this one
-    stands for, which do not return lse. direction: "forward" only for such.
-    """
+    """A call that stands for timed ones; workspace: the limit of the backward's in bytes, if not the usual one."""
 
     case: Case
     workspace: str = ""
-    kind: str = ""
     direction: str = "forward+backward"
 
     def __str__(self) -> str:
@@ -53,10 +47,7 @@ class Check:
         return f"{self.case}{workspace}" + f", {self.direction} alone" * (self.direction == "forward")
 
     def results(self, inputs: Inputs) -> dict[str, torch.Tensor]:
-        """out, lse and gradients, by name."""
-        if not self.kind:
-            attend: Any = partial(fused_relative_attention, return_lse=True, implementation="triton")
-            return testing.forward_backward(attend, inputs, **self.case.options(inputs))
+        """out and gradients, by name."""
         names = ["out", *(f"d_{name}" for name in (*OPERANDS, *self.case.tables(inputs)))]
         results = timing.steps(self.case, ours(self.case, "triton"), inputs)[self.direction].run()
         return dict(zip(names, results, strict=False))
@@ -68,11 +59,11 @@ class Check:
             row: dict[str, Any] = {"case": str(self), "variant": "sharp" * sharp, "direction": self.direction}
             try:
                 inputs = self.case.inputs(device, sharp)
-                if self.kind:
-                    inputs = inputs._replace(d_lse=torch.zeros_like(inputs.d_lse))
+                inputs = inputs._replace(d_lse=torch.zeros_like(inputs.d_lse))
                 with mock.patch.dict(os.environ, {planning.VARIABLE: self.workspace} if self.workspace else {}):
                     results = self.results(inputs)
-                synchronize(device)
+                if device == "cuda":
+                    torch.cuda.synchronize()
                 found = judge(results, inputs, self.case.options(inputs))
                 row["value"] = ", ".join(f"{name} {found[name]}" for name in results if name in found)
                 row |= {"unit": "errors by plain torch's", "status": found["status"], "message": found["message"]}
@@ -99,61 +90,15 @@ def stand_ins(case: Case) -> Iterator[Check]:
         half = str(heads * DTYPES[case.dtype].itemsize * length**2)  # of the stored pairs
         calls = [(many, ""), (many, half), (many, "0"), (one, ""), (one, "0")]
         for call, workspace in calls if case.terms else calls[:1]:
-            yield Check(call, workspace=workspace, kind=kind(case))
+            yield Check(call, workspace)
         if case.terms:
-            yield Check(many, kind=kind(case), direction="forward")
+            yield Check(many, direction="forward")
 
 
 def timed_checks(cases: Iterable[Case]) -> list[Check]:
     """Checks that stand for all cases, with their tables and without, none of them twice."""
     checks = [check for case in cases for computed in (case, case.without_table()) for check in stand_ins(computed)]
     return list({str(check): check for check in checks}.values())
-
-
-def small_case(table: str, is_causal: bool = False, dtype: str = "bf16", head_dim: int = 64, **sizes: Any) -> Case:
-    """A call with one of TABLES, of 301 positions unless sizes say otherwise."""
-    case = Case(**{"batch": 2, "heads": 2, "length": 301, **sizes}, head_dim=head_dim, is_causal=is_causal, dtype=dtype)
-    if table == "none":
-        return case.without_table()
-    queries = case.num_queries or case.length
-    offset = case.length - queries if case.query_offset is None else case.query_offset
-    span, last = case.length // 5, case.length - 1 - offset
-    full = (1 - queries - offset, min(last, 0) if is_causal else last)
-    extent = {"full": full, "clamped": (-span, span), "zero": (-2 * span, span // 2)}[table]
-    return replace(case, extent=extent, outside="zero" if table == "zero" else "clamp")
-
-
-def all_kinds() -> list[Check]:
-    """Calls of every kind: tables, masks, widths, lengths, dtypes."""
-    alternating = list(zip(TABLES, (True, False, True, False), strict=True))
-    padded: dict[str, Any] = {"batch": 3, "padding": (1.0, 0.0, 1 / 3)}
-    shapes: list[dict[str, Any]] = [
-        padded,
-        {"num_queries": 129, "length": 523},
-        {"num_queries": 523, "length": 129, "query_offset": -60, "head_dim": 128},
-        {"per_head": True, "length": 512},
-        *({"head_dim": width} for width in (16, 40, 80, 256)),
-        {"value_dim": 96, "per_head": True},
-        {"batch": 1, "heads": 1, "length": 2048},
-        {**padded, "length": 1100},
-        {"num_queries": 1030, "length": 1300, "head_dim": 128, "per_head": True},
-        {"batch": 60, "heads": 1, "length": 200},  # its backward in parts
-        {"num_queries": 1, "length": 300},
-        {"num_queries": 1, "length": 4100},  # its keys are split among programs
-        {"num_queries": 300, "length": 1, "query_offset": 0},
-    ]
-    main = [(table, causal, width) for width in (64, 128) for table in TABLES for causal in (False, True)]
-    cases = [small_case(table, causal, "bf16", width) for table, causal, width in main]
-    for number, shape in enumerate(shapes):
-        cases += [small_case(table, causal ^ (number % 2 == 1), **shape) for table, causal in alternating]
-    p2c, values = ("rel_key", "rel_p2c"), ("rel_key", "rel_value")
-    cases += [small_case("full", causal, "bf16", width, terms=p2c) for causal in (False, True) for width in (64, 128)]
-    cases += [small_case("clamped", **padded, per_head=True, terms=p2c), small_case("zero", terms=(*values, "rel_bias"))]
-    cases += [small_case("clamped", True, terms=values, per_head=True)]
-    cases += [small_case(table, causal, "fp32") for table, causal in alternating]
-    cases += [small_case(table, causal, "fp16", width) for table, causal, width in main]
-    cases += [small_case("full", True, "fp32", 128), small_case("clamped", False, "fp32", 256)]
-    return [Check(case, workspace=str(4 << 20) if case.batch == 60 else "") for case in cases]
 
 
 def check_all(checks: Sequence[Check], options: argparse.Namespace, report: Report, deadline: float) -> int:
@@ -169,26 +114,26 @@ def check_all(checks: Sequence[Check], options: argparse.Namespace, report: Repo
             rows = [{"case": str(check), "status": "failed", "message": found.reason}] if isinstance(found, Lost) else found
             for row in rows:
                 report.add(**row)
-            if check.kind and any(row["status"] != "ok" for row in rows):
-                report.add_wrong(check.kind)
+            if any(row["status"] != "ok" for row in rows):
+                report.add_wrong(kind(check.case))
         pending = lacking
     report.skip(len(checks) - done)
     return done
 
 
 def correctness(options: argparse.Namespace, report: Report, deadline: float) -> None:
-    """Calls that stand for the timed ones, then calls of every kind."""
+    """Calls that stand for the timed ones."""
     timed = [case for cases in (gpu_cases(), GROUPS["dense"], GROUPS["flex"]) for case in cases[: options.most]]
-    checks = [*timed_checks(timed), *all_kinds()[: options.most]]
+    checks = timed_checks(timed)
     (report.state / "wrong.txt").touch()
     report.say(f"{check_all(checks, options, report, deadline)} of {len(checks)} calls")
 
 
 def repeats(options: argparse.Namespace, report: Report, deadline: float) -> None:
     """Many runs of one call are equal bit for bit. One that the time did not allow to run again neither passed nor failed."""
-    calls = [(table, *sizes) for sizes in ((4, 64, 51), (60, 64, 251), (8, 128, 101)) for table in ("full", "clamped")]
-    for table, batch, width, runs in calls[: options.most]:
-        check = Check(small_case(table, batch == 4, head_dim=width, batch=batch, heads=8, length=1024))
+    calls = [(rows, *sizes) for sizes in ((4, 64, 51), (60, 64, 251), (8, 128, 101)) for rows in (None, CLIPPED)]
+    for table_rows, batch, width, runs in calls[: options.most]:
+        check = Check(Case(batch, 8, 1024, width, batch == 4, table_rows))
         row: dict[str, Any] = {"case": str(check), "direction": "forward+backward", "unit": "runs"}
         try:
             inputs, runs = check.case.inputs("cuda"), options.most or runs
@@ -216,6 +161,19 @@ def differences(results: Callable[[], dict[str, torch.Tensor]], runs: int, deadl
         run += 1
         different += [f"run {run}: {name}" for name in first if not torch.equal(first[name], again[name])]
     return run, ", ".join(different)
+
+
+def kinds(options: argparse.Namespace, report: Report, deadline: float) -> None:
+    """Calls of every kind, by the package's own check."""
+    command = [sys.executable, "-m", "triton_relattn", "check"]
+    status, lines = report.run(command, deadline - time.monotonic())
+    last = "".join(lines[-1:]).strip()
+    if status == 2:
+        report.leave_out(last)
+        return
+    report.skip(status is None)
+    is_right = status in (0, None) and not any("FAILED" in line for line in lines)
+    report.add(case="python -m triton_relattn check", status="ok" if is_right else "FAILED", message=last)
 
 
 def marked_tests(options: argparse.Namespace, report: Report, deadline: float) -> None:
@@ -256,15 +214,11 @@ def sanitizer(options: argparse.Namespace, report: Report, deadline: float) -> N
     report.say(f"{calls} calls; {summary}")
 
 
-def synchronize(device: str = "cuda") -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
 def main() -> None:
     """A few calls of every kind, for compute-sanitizer."""
     wrong = 0
-    for check in (*timed_checks([Case(1, 2, 512, 64)]), *all_kinds()[::5]):
+    tables: tuple[dict[str, Any], ...] = ({}, {"rows": 33, "is_causal": True}, {"terms": BIAS}, {"terms": P2C}, INKLING)
+    for check in timed_checks([Case(1, 2, 512, 64, **options) for options in tables]):
         problems = [row["message"] for row in check.run() if row["status"] != "ok"]
         wrong += bool(problems)
         print(f"call: {check}: {problems or 'ok'}", flush=True)

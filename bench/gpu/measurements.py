@@ -1,13 +1,12 @@
-"""Times and peaks: calls beside lower bounds and beside what people use today, memory, the host."""
+"""Times and peaks: calls beside lower bounds and beside what people use today, memory, CUDA graphs."""
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,6 @@ from bench.report import summary
 from bench.report.rows import ROOT, in_one_line
 from bench.verbs import memory, speed
 
-from .checks import synchronize
 from .report import Report, kind, wrong_kinds
 from .workers import Lost, spread
 
@@ -100,7 +98,7 @@ def measure_flex(options: argparse.Namespace, report: Report, deadline: float) -
 def _compile_flex(case: Case) -> None:
     """Fill inductor's cache."""
     make_step(case, "forward+backward", "flex_attention").run()
-    synchronize()
+    torch.cuda.synchronize()
 
 
 def measure_memory(options: argparse.Namespace, report: Report, deadline: float) -> None:
@@ -117,44 +115,22 @@ def measure_memory(options: argparse.Namespace, report: Report, deadline: float)
 
 
 def make_step(case: Case, direction: str, method: str = OURS) -> timing.Step:
-    case = METHODS[method].case(case)
     return timing.steps(case, METHODS[method].make(case), case.inputs("cuda"))[direction]
 
 
-def measure_host(options: argparse.Namespace, report: Report, deadline: float) -> None:
-    """What a call costs the host whose work is nothing; and short calls in a CUDA graph: what is left without the host's time."""
-    tiny, number = Case(1, 1, 60, 64, rows=9), options.most or 200
-    ways = itertools.product((*OUR_METHODS, "sdpa"), summary.DIRECTIONS)
-    figures: list[tuple[Case, str, str, str, Callable[[], float]]] = [
-        (tiny, method, direction, "us", partial(host_time, tiny, direction, method, number)) for method, direction in ways
-    ]
-    graphed = [case for case in choose(["speech"]) if case.length in GRAPHED]
-    graphs = [(case, "CUDA graph", "forward+backward", "ms", partial(replay_time, case)) for case in graphed]
-    for case, variant, direction, unit, work in [*figures[: options.most], *graphs[: options.most]]:
+def measure_graphs(options: argparse.Namespace, report: Report, deadline: float) -> None:
+    """Short calls in a CUDA graph: what is left without the host's time."""
+    for case in [case for case in choose(["speech"]) if case.length in GRAPHED][: options.most]:
         if time.monotonic() > deadline:
             report.skip(1)
             continue
-        row: dict[str, Any] = {"case": str(case), "variant": variant, "direction": direction, "unit": unit}
+        row: dict[str, Any] = {"case": str(case), "direction": "forward+backward", "unit": "ms"}
         try:
-            row |= {"value": work(), "status": "ok"}
+            row |= {"value": replay_time(case), "status": "ok"}
         except Exception as error:
             row |= {"status": "failed", "message": in_one_line(error)}
         report.add(**row)
-        report.say(f"  {case}, {variant} {direction}: {row.get('value', '-')} {unit}")
-
-
-def host_time(case: Case, direction: str, method: str, number: int, times: int = 3) -> float:
-    """Microseconds of the host for a step: the best of some times many in a row, which the GPU may still be at."""
-    step = make_step(case, direction, method)
-    step.run()
-    seconds = []
-    for _ in range(times):
-        synchronize()
-        started = time.perf_counter()
-        for _ in range(number):
-            step.run()
-        seconds.append((time.perf_counter() - started) / number)
-    return 1e6 * min(seconds)
+        report.say(f"  {case}: {row.get('value', '-')} ms")
 
 
 def replay_time(case: Case) -> float:
@@ -171,7 +147,7 @@ def replay_time(case: Case) -> float:
         captured = step.run()
     eager = [result.clone() for result in step.run()]
     graph.replay()
-    synchronize()
+    torch.cuda.synchronize()
     if not all(torch.equal(one, other) for one, other in zip(captured, eager, strict=True)):
         raise AssertionError("the graph gives other bits")
     timed = timing.Timed("", "", step=timing.step(graph.replay))
