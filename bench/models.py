@@ -26,7 +26,7 @@ from triton_relattn.integrations.transformers import disable, enable
 from . import families
 from .cases.attention import DTYPES
 from .cases.methods import OURS
-from .families import EVERY, FAMILIES, Family
+from .families import FAMILIES, Family
 from .measure import timing
 from .report import summary
 from .report.models import tables
@@ -52,7 +52,7 @@ UNIT = "ms"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    default = [family.name for family in EVERY if family.name != "parakeet_attention"]
+    default = [name for name in FAMILIES if name != "parakeet_attention"]
     add_list(parser, "families", tuple(FAMILIES), default)
     lengths = "256,512,1024,2048,4096"
     parser.add_argument("--lengths", type=positive_numbers, default=lengths, metavar="A,B", help="frames or tokens (%(default)s)")

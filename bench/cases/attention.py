@@ -54,17 +54,17 @@ class Case:
     def __str__(self) -> str:
         heads = f"h{self.heads}" if self.key_heads is None else f"h{self.heads}:{self.key_heads}"
         length = f"n{self.length}" if self.num_queries is None else f"n{self.num_queries}:{self.length}"
-        words = [f"b{self.batch} {heads} {length} d{self.head_dim}"]
-        words += [f"dr{self.rel_dim}"] * (self.rel_dim is not None)
+        parts = [f"b{self.batch} {heads} {length} d{self.head_dim}"]
+        parts += [f"dr{self.rel_dim}"] * (self.rel_dim is not None)
         if self.terms:
-            words.append("full" if self.rows is None and self.extent is None else f"r{self.num_rows}")
-            words += ["zero"] * (self.outside == "zero") + ["per head"] * self.per_head
-            words += [name.removeprefix("rel_") for name in self.terms if name != "rel_key"]
+            parts.append("full" if self.rows is None and self.extent is None else f"r{self.num_rows}")
+            parts += ["zero"] * (self.outside == "zero") + ["per head"] * self.per_head
+            parts += [name.removeprefix("rel_") for name in self.terms if name != "rel_key"]
         else:
-            words.append("no table")
-        words += ["causal"] * self.is_causal + [f"window {self.window}"] * (self.window is not None)
-        words += ["padded"] * bool(self.padding)
-        return " ".join([*words, self.dtype])
+            parts.append("no table")
+        parts += ["causal"] * self.is_causal + [f"window {self.window}"] * (self.window is not None)
+        parts += ["padded"] * bool(self.padding)
+        return " ".join([*parts, self.dtype])
 
     @property
     def positions(self) -> RelativePositions:

@@ -14,7 +14,7 @@ from . import inputs, parts
 from .family import Family, Sizes
 from .inputs import features, tokens, translation
 
-__all__ = ["EVERY", "FAMILIES", "Family", "output"]
+__all__ = ["FAMILIES", "Family", "output"]
 
 EAGER, SDPA_FIRST, BOTH = ("eager",), ("sdpa", "eager"), ("eager", "sdpa")
 GENERATION = "ForConditionalGeneration"
@@ -164,7 +164,7 @@ def grid(name: str, prefix: str, stock: tuple[str, ...] = EAGER, small: Sizes = 
     return Family(name, prefix, inputs.grid, small, real, stock=stock, part="Layer", alone=alone, variants=variants)
 
 
-EVERY = (
+ALL = (
     Family("wav2vec2_bert", "Wav2Vec2Bert", projected, BERT | CLIPPED, UNMASKED, variants=({"add_adapter": True},)),
     Family("wav2vec2_bert_relative", "Wav2Vec2Bert", projected, BERT | RELATIVE, UNMASKED | RELATIVE, folder="wav2vec2_bert"),
     Family("wav2vec2_conformer", "Wav2Vec2Conformer", hidden, CONFORMER | RELATIVE, LARGE_CONFORMER, part="Encoder"),
@@ -265,7 +265,7 @@ EVERY = (
     grid("slanext", "SLANeXtVision"),
     grid("pp_formulanet", "PPFormulaNetVision"),
 )
-FAMILIES = {family.name: family for family in EVERY}
+FAMILIES = {family.name: family for family in ALL}
 
 
 def output(results: Any) -> torch.Tensor:

@@ -5,7 +5,7 @@
     kinds         calls of every kind, by ``python -m triton_relattn check``
     speed         ours, ours without the term, SDPA's FlashAttention and cuDNN
     baselines     what people write today in plain torch, and SDPA with a dense bias
-    flex          FlexAttention, compiled first
+    flex          compiled FlexAttention
     memory        peaks against the sequence length
     graphs        short calls captured in a CUDA graph
     before        speed beside an earlier commit, if .gpu/before has a checkout of it

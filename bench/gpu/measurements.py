@@ -32,7 +32,7 @@ PATIENCE = 60.0  # seconds that a case may take
 GRAPHED = (200, 500)  # lengths of speech, where the host takes longer than the GPU
 BEFORE = Path(os.environ.get("RELATTN_BEFORE", ROOT / ".gpu" / "before"))
 """A checkout of an earlier commit, to compare with."""
-BEFORE_WORDS = ("--cases", "long,speech", "--lengths", "4096,1024,500", "--seconds", "1")
+BEFORE_OPTIONS = ("--cases", "long,speech", "--lengths", "4096,1024,500", "--seconds", "1")
 
 
 def measure_case(item: tuple[Case, dict[str, str]], options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -59,6 +59,7 @@ def measure_all(
     rounds: int = ROUNDS,
 ) -> None:
     """Rows of all cases until the deadline, each written when it is there; in a process of their own, which may end."""
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     cases, rounds = cases[: options.most], options.most or rounds
     failures, done = speed.Failures(), 0
     shared = argparse.Namespace(state=options.state, device="cuda", methods=methods, rounds=rounds, no_verify=False)
@@ -76,29 +77,9 @@ def measure_all(
     report.say(f"\n{summary.speed(report.measured.rows)}\n{done} of {len(cases)} cases")
 
 
-def measure_speed(options: argparse.Namespace, report: Report, deadline: float) -> None:
-    """Ours with the term and without, and SDPA without one by FlashAttention and cuDNN."""
-    measure_all(gpu_cases(), OURS_AND_BOUNDS, options, report, deadline)
-
-
-def measure_baselines(options: argparse.Namespace, report: Report, deadline: float) -> None:
-    """What people write today in plain torch, and SDPA with a dense bias."""
-    measure_all(choose(["dense"]), DENSE, options, report, deadline, BASELINE_ROUNDS)
-
-
-def measure_flex(options: argparse.Namespace, report: Report, deadline: float) -> None:
-    """FlexAttention, which compiles long and takes gigabytes."""
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    for case, problem in spread(_compile_flex, GROUPS["flex"][: options.most], min(3, options.jobs), deadline):
-        if isinstance(problem, Lost):  # the case itself then says why
-            report.say(f"  {case}: {problem.reason}")
-    measure_all(GROUPS["flex"], (OURS, "flex_attention"), options, report, deadline, BASELINE_ROUNDS)
-
-
-def _compile_flex(case: Case) -> None:
-    """Fill inductor's cache."""
-    make_step(case, "forward+backward", "flex_attention").run()
-    torch.cuda.synchronize()
+measure_speed = partial(measure_all, gpu_cases(), OURS_AND_BOUNDS)
+measure_baselines = partial(measure_all, choose(["dense"]), DENSE, rounds=BASELINE_ROUNDS)
+measure_flex = partial(measure_all, GROUPS["flex"], (OURS, "flex_attention"), rounds=BASELINE_ROUNDS)
 
 
 def measure_memory(options: argparse.Namespace, report: Report, deadline: float) -> None:
@@ -112,10 +93,6 @@ def measure_memory(options: argparse.Namespace, report: Report, deadline: float)
         done += 1
     report.skip(len(points) - done)
     report.say(f"\n{summary.memory(report.measured.rows)}\n{done} of {len(points)} peaks")
-
-
-def make_step(case: Case, direction: str, method: str = OURS) -> timing.Step:
-    return timing.steps(case, METHODS[method].make(case), case.inputs("cuda"))[direction]
 
 
 def measure_graphs(options: argparse.Namespace, report: Report, deadline: float) -> None:
@@ -135,7 +112,7 @@ def measure_graphs(options: argparse.Namespace, report: Report, deadline: float)
 
 def replay_time(case: Case) -> float:
     """Capture a call, compare the replay with it, and time the replay, in milliseconds."""
-    step = make_step(case, "forward+backward")
+    step = timing.steps(case, METHODS[OURS].make(case), case.inputs("cuda"))["forward+backward"]
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # as torch asks for: warm up beside the default stream
@@ -160,8 +137,8 @@ def measure_before(options: argparse.Namespace, report: Report, deadline: float)
     if not (BEFORE / "triton_relattn").is_dir():
         report.leave_out(f"there is no {BEFORE}")
         return
-    words = ("--shape", "b1,h1,n64", "--dtype", "bf16", "--seconds", "0") if options.most else BEFORE_WORDS
-    command = [sys.executable, "-m", "bench", "compare", str(BEFORE), "speed", *words]
+    compared = ("--shape", "b1,h1,n64", "--dtype", "bf16", "--seconds", "0") if options.most else BEFORE_OPTIONS
+    command = [sys.executable, "-m", "bench", "compare", str(BEFORE), "speed", *compared]
     status, lines = report.run(command, deadline - time.monotonic(), **({"RELATTN_STUB": "1"} if options.stub else {}))
     report.skip(status is None)
     verdict = "ok" if status in (0, None) else "failed"

@@ -121,13 +121,13 @@ def share_range(panels: Sequence[Any], quantity: str) -> None:
             set_ticks(axes, limits, quantity)
 
 
-def finding(points: Mapping[str, Points], words: str, otherwise: str) -> str:
-    """A panel's title, "Dense takes 1.1 to 75 times {words}": the best of the dense methods over ours, at all lengths."""
+def finding(points: Mapping[str, Points], comparison: str, otherwise: str) -> str:
+    """A panel's title, "Dense takes 1.1 to 75 times {comparison}": the best of the dense methods over ours, at all lengths."""
     found = sorted(ratio for _, ratio in over_ours(points).get(BEST_DENSE, ()))
     if not found:
         return otherwise
     ends = (f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}" for ratio in (found[0], found[-1]))
-    return f"Dense takes {' to '.join(dict.fromkeys(ends))} times {words}"
+    return f"Dense takes {' to '.join(dict.fromkeys(ends))} times {comparison}"
 
 
 def over_ours(points: Mapping[str, Points]) -> dict[str, Points]:
@@ -145,7 +145,7 @@ def name_lines(axes: Any, points: Mapping[str, Points], are_flat: bool = False, 
     """Write the names of the leading lines beside them. end_of_dense: why the best dense one ends, a second line."""
     for method, values in points.items():
         look = {"color": LEADING_STYLES[method]["color"], "fontsize": SMALL, "fontweight": "bold" if method == OURS else None}
-        place = {
+        where = {
             "xytext": (0, 10) if method == OURS else (-11, 8 if are_flat else 1),
             "textcoords": "offset points",
             "ha": "right",
@@ -153,13 +153,13 @@ def name_lines(axes: Any, points: Mapping[str, Points], are_flat: bool = False, 
         }
         text, point = LEADING[method], values[-1]
         if method == "sdpa" and are_flat:
-            place["xytext"] = (0, -13)
+            where["xytext"] = (0, -13)
         elif method == "sdpa":  # the lowest line, which rises: below an early point nothing is in the way
-            place |= {"xytext": (5, -10), "ha": "left"}
+            where |= {"xytext": (5, -10), "ha": "left"}
             point = values[len(values) > 1]
         elif method == BEST_DENSE and end_of_dense:
-            text, point, place["xytext"] = f"{text},\n{end_of_dense}", values[-2:][0], (-12, 9)
-        axes.annotate(text, point, **place, **look)
+            text, point, where["xytext"] = f"{text},\n{end_of_dense}", values[-2:][0], (-12, 9)
+        axes.annotate(text, point, **where, **look)
 
 
 def failures(rows: Sequence[Row], direction: str, methods: Collection[str]) -> dict[str, int]:
@@ -211,9 +211,9 @@ def draw_ratio_panel(axes: Any, rows: Sequence[Row], direction: str, methods: Co
     plotted = [1.0, *(ratio for values in ratios.values() for _, ratio in values)]
     set_ticks(axes, [min(plotted) / ROOM, max(plotted) * ROOM], "ratio")
     axes.axhline(1, color=STYLES[OURS]["color"], linewidth=2.2, zorder=2)
-    for height, words in ((0.97, "\N{UPWARDS ARROW} slower than ours"), (0.03, "\N{DOWNWARDS ARROW} faster than ours")):
+    for height, text in ((0.97, "\N{UPWARDS ARROW} slower than ours"), (0.03, "\N{DOWNWARDS ARROW} faster than ours")):
         where = {"transform": axes.transAxes, "va": "top" if height > 0.5 else "bottom"}
-        axes.text(0.01, height, words, fontsize=SMALL, color=INK, **where)
+        axes.text(0.01, height, text, fontsize=SMALL, color=INK, **where)
     if styles is LEADING_STYLES:
         name_lines(axes, ratios, are_flat=True)
         last = max(length for values in ratios.values() for length, _ in values)
@@ -299,8 +299,8 @@ def draw(rows: Sequence[Row], draw_panel_pair: Callable[[Sequence[Row], Sequence
         figure.set_size_inches(WIDTH, height)
         figure.tight_layout(rect=(0.01, foot / height, 0.99, 1 - head / height), h_pad=3.5, w_pad=1.5)
         if handles:
-            place = {"loc": "upper left", "ncols": 2, "frameon": False, "bbox_to_anchor": (0.0, 1.0), "fontsize": SMALL}
-            figure.legend(handles.values(), handles.keys(), **place)
+            where = {"loc": "upper left", "ncols": 2, "frameon": False, "bbox_to_anchor": (0.0, 1.0), "fontsize": SMALL}
+            figure.legend(handles.values(), handles.keys(), **where)
 
 
 PANELS: dict[str, tuple[Callable[..., None], str, str]] = {

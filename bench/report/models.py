@@ -149,7 +149,7 @@ def ratios(rows: Sequence[Row], shown: Sequence[str] | None = None) -> str:
     return "\n\n".join([*parts, "Time of the stock model over ours, medians."])
 
 
-WORDS = {"p50_ms": ("time", "as long"), "peak_bytes": ("memory", "as much")}
+COMPARISONS = {"p50_ms": ("time", "as long"), "peak_bytes": ("memory", "as much")}
 NAMES_WIDE, BARS_WIDE, COLUMN, ROW, TITLE = 1.75, 1.6, 4.0, 0.19, 0.62  # inches
 
 
@@ -173,12 +173,12 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     with new_figure(path, below) as figure:
         figure.set_size_inches(WIDTH, height)
         for number, column in enumerate(columns):
-            bottom, left = height, COLUMN * number + NAMES_WIDE
+            bottom, start = height, COLUMN * number + NAMES_WIDE
             for found, compared_lengths, measured in column:
                 tall = ROW * len(found)
                 bottom -= TITLE + tall
-                axes = figure.add_axes((left / WIDTH, bottom / height, BARS_WIDE / WIDTH, tall / height))
-                draw_bars(axes, found, compared_lengths, *WORDS[measured], is_one)
+                axes = figure.add_axes((start / WIDTH, bottom / height, BARS_WIDE / WIDTH, tall / height))
+                draw_bars(axes, found, compared_lengths, *COMPARISONS[measured], is_one)
 
 
 def at_longest(rows: Sequence[Row], lengths: Sequence[int], column: str, every_length: bool) -> Ratios:
@@ -190,15 +190,15 @@ def at_longest(rows: Sequence[Row], lengths: Sequence[int], column: str, every_l
     return found
 
 
-def draw_bars(axes: Any, found: Ratios, lengths: Sequence[int], what: str, words: str, is_one: bool) -> None:
+def draw_bars(axes: Any, found: Ratios, lengths: Sequence[int], what: str, comparison: str, is_one: bool) -> None:
     """A panel: names, bars that begin at 1, and the ratio at the end of each row; is_one: the rows are of one family."""
     ordered, mean = sorted(found.items(), key=lambda item: -item[1]), geometric_mean(found.values())
-    for place, (_, ratio) in enumerate(ordered):
+    for row, (_, ratio) in enumerate(ordered):
         gains = ratio >= GAIN
-        axes.barh(place, ratio - 1, left=1, height=0.62, color=STYLES[OURS]["color"] if gains else "#aab4be")
+        axes.barh(row, ratio - 1, left=1, height=0.62, color=STYLES[OURS]["color"] if gains else "#aab4be")
         at_the_end = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "va": "center", "ha": "right"}
         look = {"fontsize": SMALL, "color": INK if gains else MUTED}
-        axes.annotate(f"{ratio:.2f}" if ratio < 10 else f"{ratio:.1f}", (1, place), (30, 0), **at_the_end, **look)
+        axes.annotate(f"{ratio:.2f}" if ratio < 10 else f"{ratio:.1f}", (1, row), (30, 0), **at_the_end, **look)
     axes.set_yticks(range(len(ordered)), [name for name, _ in ordered], fontsize=SMALL)
     axes.set_ylim(len(ordered) - 0.4, -0.6)
     axes.set_xscale("log")
@@ -212,8 +212,8 @@ def draw_bars(axes: Any, found: Ratios, lengths: Sequence[int], what: str, words
     shown = {"xycoords": "axes fraction", "textcoords": "offset points"}
     ends = dict.fromkeys((lengths[0], lengths[-1]))
     tokens = f"{(' to ' if len(lengths) > 2 else ' or ').join(f'{length:,}' for length in ends)} tokens"
-    title = f"Stock takes {mean:.1f} times {words}" if mean >= GAIN else "No gain on average"
+    title = f"Stock takes {mean:.1f} times {comparison}" if mean >= GAIN else "No gain on average"
     if is_one:
-        title = f"Stock takes {ordered[-1][1]:.1f} to {ordered[0][1]:.1f} times {words}"
+        title = f"Stock takes {ordered[-1][1]:.1f} to {ordered[0][1]:.1f} times {comparison}"
     axes.annotate(title, (0, 1), (-118, 20), fontweight="bold", **shown)
     axes.annotate(f"{what}, stock / ours, at {tokens}", (0, 1), (-118, 6), fontsize=SMALL, color=MUTED, **shown)

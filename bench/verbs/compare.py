@@ -68,7 +68,7 @@ class Worker:
         self.process.communicate()
 
 
-def serve(folder: str, verb: str, words: list[str]) -> None:
+def serve(folder: str, verb: str, arguments: list[str]) -> None:
     """Answer the questions of Worker.ask, with the package of a folder and the verb of this checkout."""
     sys.path[0] = folder
     import triton_relattn
@@ -81,7 +81,7 @@ def serve(folder: str, verb: str, words: list[str]) -> None:
     time_once: Any = None
     for line in sys.stdin:
         try:
-            timers = timers or importlib.import_module(VERBS[verb]).timers(parse(verb, words))
+            timers = timers or importlib.import_module(VERBS[verb]).timers(parse(verb, arguments))
             if line == "next\n":
                 value, time_once = next(timers, (None, None))
             else:
@@ -92,14 +92,14 @@ def serve(folder: str, verb: str, words: list[str]) -> None:
         print("ANSWER " + json.dumps(answer), flush=True)
 
 
-def parse(verb: str, words: list[str]) -> argparse.Namespace:
+def parse(verb: str, arguments: list[str]) -> argparse.Namespace:
     """The options of a verb."""
     from triton_relattn._core.sizes import Parser
 
     module = importlib.import_module(VERBS[verb])
     parser = Parser(prog=f"python -m bench compare REF {verb}", description=module.__doc__)
     module.add_arguments(parser)
-    return parser.parse_args(words)
+    return parser.parse_args(arguments)
 
 
 @contextmanager
@@ -109,8 +109,8 @@ def checkout(ref: str) -> Iterator[Path]:
         yield Path(ref).resolve()
         return
 
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
         return done.stdout.strip() if done.returncode == 0 else ""
 
     if shutil.which("git") is None or git("rev-parse", "--show-toplevel") != str(ROOT.resolve()):
@@ -146,18 +146,18 @@ def compare(here: Worker, there: Worker, seconds: float) -> Iterator[tuple[str, 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("ref", metavar="REF", help="a commit, branch or tag, or a folder with a checkout")
     parser.add_argument("verb", choices=tuple(VERBS), help="what to time")
-    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="...", help="options of the verb")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="options of the verb")
 
 
 def run(options: argparse.Namespace) -> int:
     from ..report.text import digits, interruptible, table
 
-    given = parse(options.verb, options.words)
+    given = parse(options.verb, options.arguments)
     unit = importlib.import_module(VERBS[options.verb]).UNIT
     head, body = [f"{unit}, here and at {options.ref}"], list[list[str]]()
     with ExitStack() as stack:
         folder = stack.enter_context(checkout(options.ref))
-        workers = [Worker(path, [options.verb, *options.words]) for path in (ROOT, folder)]
+        workers = [Worker(path, [options.verb, *options.arguments]) for path in (ROOT, folder)]
         for worker in workers:
             stack.callback(worker.stop)
         try:
