@@ -89,9 +89,9 @@ def over_ours(rows: Sequence[Row], length: int, column: str) -> Ratios:
     """By family, time or memory of the best stock method over ours."""
     found: Ratios = {}
     for case, by_method in values(rows, length, column).items():
-        ours = by_method.pop(OURS, 0.0)
-        if ours and by_method:
-            found[case] = min(by_method.values()) / ours
+        ours, best = by_method.pop(OURS, 0.0), min(by_method.values(), default=0.0)
+        if ours > 0 and best > 0:  # a peak above the inputs may be 0
+            found[case] = best / ours
     return found
 
 
