@@ -162,7 +162,7 @@ def run(options: argparse.Namespace) -> int:
             stack.callback(worker.stop)
         try:
             with interruptible():
-                for name, (ours, theirs) in compare(*workers, given.seconds):
+                for name, (ours, theirs) in compare(workers[0], workers[1], given.seconds):
                     print(f"  {name}", file=sys.stderr, flush=True)
                     head[1:] = [word for column in ours for word in (column, "there", "ratio")]
                     cells = [
