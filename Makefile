@@ -152,9 +152,9 @@ draws: setup ## search for calls that go wrong; SECONDS=300 SEED=0
 mutants: setup ## faults put into copies: do the tests notice? ONLY=names GENERATE=40 JOBS=1
 	$(BIN)/python -m tests.mutants --jobs $(or $(JOBS),1) $(if $(ONLY),--only $(ONLY)) $(if $(GENERATE),--generate $(GENERATE))
 
-# Correctness and speed on a GPU, with the torch and triton that $(PYTHON) has; PARTS=smoke,speed for some of it. Without make:
+# Correctness and speed on a GPU, with the torch and triton that $(PYTHON) has; PARTS=correctness,speed for some of it. Without make:
 # python3 -m bench.gpu --results DIR
-gpu: ## correctness and speed on a GPU; RESULTS=out/gpu PARTS=smoke,speed SECONDS=750
+gpu: ## correctness and speed on a GPU; RESULTS=out/gpu PARTS=correctness,speed SECONDS=750
 	$(PYTHON) -m bench.gpu --results $(or $(RESULTS),out/gpu) $(if $(PARTS),--parts $(PARTS)) $(if $(SECONDS),--seconds $(SECONDS))
 
 # The kernels that bench/gpu/check.sh and measure.sh need, compiled here for an H100 there: bench/gpu/README.md.

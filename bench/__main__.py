@@ -41,16 +41,16 @@ OPTIONAL = ("matplotlib", "transformers", "triton")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("verb", choices=VERBS)
-    verb = parser.parse_args(words[:1]).verb
+    verb = parser.parse_args(arguments[:1]).verb
     try:
         module = importlib.import_module(f"bench.{VERBS[verb]}")
         raw = argparse.RawDescriptionHelpFormatter
         verb_parser = Parser(prog=f"python -m bench {verb}", description=module.__doc__, formatter_class=raw)
         module.add_arguments(verb_parser)
-        options = verb_parser.parse_args(words[1:])
+        options = verb_parser.parse_args(arguments[1:])
         try:
             status: int = module.run(options)
             return status

@@ -19,10 +19,9 @@ from .cases.features import FEATURES, Resolved
 from .cases.features import call as call_with
 from .compiled import Resources, compiled, launched, matrix_instructions, resources, selected, shuffles
 from .measure.processes import processes
-from .report.progress import progress
 from .report.rows import Table, in_one_line, stamp
-from .report.text import table
-from .verbs.options import add_csv, add_jobs, add_list, interpreted, some_of
+from .report.text import progress, table
+from .verbs.options import add_csv, add_jobs, add_list, interpreted
 
 TILE_COLUMNS = tuple(field.name for field in fields(selection.TileConfig))
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "gfx942")
@@ -102,9 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_list(parser, "dtypes", tuple(DTYPES), ("bf16",))
     add_list(parser, "features", FEATURES, FEATURES)
     add_list(parser, "kernels", selection.KERNELS, selection.KERNELS)
-    parser.add_argument(
-        "--head-dims", type=some_of((16, 32, 64, 80, 96, 128, 256)), default=[64, 128], metavar="A,B", help="default: 64, 128"
-    )
+    add_list(parser, "head-dims", (16, 32, 64, 80, 96, 128, 256), (64, 128))
     add_jobs(parser)
     add_csv(parser)
 
@@ -121,7 +118,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         with processes(options.jobs) as map_all:
             rows = map_all(row, cases)
-            for _, result in zip(progress(cases, str, lambda case: case.head_dim), rows, strict=False):
+            for _, result in zip(progress(cases), rows, strict=False):
                 results.add(result)
     except KeyboardInterrupt:
         interrupted = True
@@ -133,24 +130,16 @@ def run(options: argparse.Namespace) -> int:
 def summary(rows: Sequence[dict[str, Any]]) -> str:
     """Per target and feature set the largest loop_ratio, and the kernels that spill, do not fit or do not compile."""
 
-    def named(rows: Sequence[dict[str, Any]], column: str = "", unit: str = "") -> str:
-        kernels = (f"{row['kernel']} {row['dtype']} {row['head_dim']}" for row in rows)
-        values = (f" ({row[column]}{unit})" if column else "" for row in rows)
-        return ", ".join(map("".join, zip(kernels, values, strict=True))) or "-"
+    def named(rows: Sequence[dict[str, Any]], value: str = "") -> str:
+        return ", ".join(f"{{kernel}} {{dtype}} {{head_dim}}{value}".format(**row) for row in rows) or "-"
 
     body = []
     for target, name in dict.fromkeys((row["target"], row["features"]) for row in rows):
         own = [row for row in rows if (row["target"], row["features"]) == (target, name)]
-        ratios = [row for row in own if row["loop_ratio"] is not None]
-        worst = sorted(ratios, key=lambda row: -float(row["loop_ratio"]))[:1]
         compiled = [row for row in own if row["status"] == "ok"]
-        body.append(
-            (
-                f"{target}, {name}",
-                named(worst, "loop_ratio"),
-                named([row for row in compiled if row["spill_bytes"]], "spill_bytes", " bytes"),
-                named([row for row in compiled if not row["fits"]], "shared_bytes", " bytes"),
-                named([row for row in own if row["status"] != "ok"]),
-            )
-        )
+        by_ratio = sorted((row for row in own if row["loop_ratio"] is not None), key=lambda row: float(row["loop_ratio"]))
+        spilling, too_large = [row for row in compiled if row["spill_bytes"]], [row for row in compiled if not row["fits"]]
+        cells = [named(by_ratio[-1:], " ({loop_ratio})"), named(spilling, " ({spill_bytes} bytes)")]
+        cells += [named(too_large, " ({shared_bytes} bytes)"), named([row for row in own if row["status"] != "ok"])]
+        body.append([f"{target}, {name}", *cells])
     return table(("", "largest loop ratio", "spills", "does not fit", "does not compile"), body)

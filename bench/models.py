@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch import nn
 
-from triton_relattn._peaks import LARGEST_MMAP_THRESHOLD, PAGE, limit_memory, map_blocks_from, peak_cpu, peak_cuda
+from triton_relattn._peaks import (
+    LARGEST_MMAP_THRESHOLD,
+    PAGE,
+    in_own_process,
+    limit_memory,
+    map_blocks_from,
+    peak_cpu,
+    peak_cuda,
+)
 from triton_relattn.integrations.transformers import disable, enable
 
 from . import families
 from .cases.attention import DTYPES
 from .cases.methods import OURS
-from .families import EVERY, FAMILIES, Family
+from .families import FAMILIES, Family
 from .measure import timing
 from .report import summary
 from .report.models import tables
-from .report.progress import interruptible, progress
 from .report.rows import Table, stamp
-from .report.text import short_bytes
+from .report.summary import DIRECTIONS
+from .report.text import interruptible, progress, short_bytes
 from .verbs.options import add_csv, add_list, add_machine, positive, positive_numbers, seconds
 
 COLUMNS = (
@@ -35,7 +40,6 @@ COLUMNS = (
     *("p20_ms", "p50_ms", "p80_ms", "rounds", "peak_bytes", "error", "checked_against"),
 )
 """error: of the output or of the gradients of all parameters, see :func:`distance`."""
-DIRECTIONS = ("forward", "forward+backward")
 METHODS = (OURS, "eager", "sdpa")
 STOCK = "stock"  # the implementation that computes what a model means to: eager, unless that is wrong
 WARM_UP_LENGTH, CHECKED_LENGTH = 64, 200
@@ -48,7 +52,7 @@ UNIT = "ms"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    default = [family.name for family in EVERY if family.name != "parakeet_attention"]
+    default = [name for name in FAMILIES if name != "parakeet_attention"]
     add_list(parser, "families", tuple(FAMILIES), default)
     lengths = "256,512,1024,2048,4096"
     parser.add_argument("--lengths", type=positive_numbers, default=lengths, metavar="A,B", help="frames or tokens (%(default)s)")
@@ -56,14 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_list(parser, "methods", (*METHODS, STOCK), METHODS)
     add_list(parser, "directions", DIRECTIONS, DIRECTIONS)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="dtype of the models (%(default)s)")
-    parser.add_argument("--layers", type=positive, default=1, help="layers per model (%(default)s)")
     parser.add_argument("--small", action="store_true", help="small models, to try it out")
     parser.add_argument("--seconds", type=seconds, default=10.0, help="seconds to time one model at one size (%(default)s)")
     parser.add_argument("--rounds", type=positive, default=1, help="least number of timed rounds (%(default)s)")
     parser.add_argument("--no-memory", action="store_true", help="no peaks, each of which is a further, slow pass")
     add_machine(parser)
     add_csv(parser)
-    parser.add_argument("--append", action="store_true", help="rows are added to those that the CSV file has")
 
 
 class Size(NamedTuple):
@@ -75,10 +77,6 @@ class Size(NamedTuple):
     def __str__(self) -> str:
         return str(self.length) + f" x {self.batch}" * (self.batch > 1)
 
-    def work(self) -> int:
-        """Grows as dense attention does."""
-        return self.length**2 * self.batch
-
 
 class Point(NamedTuple):
     """What one row is about."""
@@ -89,12 +87,14 @@ class Point(NamedTuple):
 
 
 def sizes(options: argparse.Namespace) -> list[Size]:
-    return sorted((Size(length, batch) for length in options.lengths for batch in options.batches), key=Size.work)
+    """Those with less work for dense attention first."""
+    found = (Size(length, batch) for length in options.lengths for batch in options.batches)
+    return sorted(found, key=lambda size: size.length**2 * size.batch)
 
 
 def build(family: Family, options: argparse.Namespace) -> nn.Module:
     torch.manual_seed(0)
-    return family.build(small=options.small, layers=options.layers).to(options.device, DTYPES[options.dtype])
+    return family.build(small=options.small).to(options.device, DTYPES[options.dtype])
 
 
 def make_inputs(family: Family, model: nn.Module, size: Size, padding: int = PADDING) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def use(model: nn.Module, method: str) -> None:
         model.config._attn_implementation = method  # type: ignore[union-attr]
 
 
-def step(model: nn.Module, method: str, arguments: dict[str, Any], direction: str) -> timing.Step:
+def make_step(model: nn.Module, method: str, arguments: dict[str, Any], direction: str) -> timing.Step:
     """A step of one direction: it returns the output, or that and all parameters' gradients, which stay allocated."""
 
     def output() -> torch.Tensor:
@@ -145,7 +145,7 @@ def check(family: Family, options: argparse.Namespace) -> dict[str, dict[str, An
     arguments = make_inputs(family, model, Size(CHECKED_LENGTH), padding=0)
 
     def results(method: str) -> list[torch.Tensor]:
-        return [result.clone() for result in step(model, method, arguments, DIRECTIONS[1]).run()]
+        return [result.clone() for result in make_step(model, method, arguments, DIRECTIONS[1]).run()]
 
     by_method = {method: results(method) for method in (*family.stock, OURS)}
     model.double()
@@ -182,60 +182,55 @@ class Measurement:
 
     def __init__(self, family: Family, options: argparse.Namespace) -> None:
         self.family, self.options, self.failed = family, options, dict[str, str]()
-        self.methods = list(dict.fromkeys(family.stock[0] if name == STOCK else name for name in options.methods))
-        self.found: dict[Point, dict[str, Any]] = {}
-        for size in sizes(options):
-            for method in self.methods:
-                status = "ok" if method in (*family.stock, OURS) else "does not apply: the model has none"
-                self.found |= {Point(size, method, direction): {"status": status} for direction in options.directions}
+        methods = dict.fromkeys(family.stock[0] if name == STOCK else name for name in options.methods)
+        status = {name: "ok" if name in (*family.stock, OURS) else "does not apply: the model has none" for name in methods}
+        points = (Point(size, name, way) for size in sizes(options) for name in methods for way in options.directions)
+        self.found: dict[Point, dict[str, Any]] = {point: {"status": status[point.method]} for point in points}
 
-    def rows(self) -> Iterator[dict[str, Any]]:
+    def rows(self) -> list[dict[str, Any]]:
         if not self.options.no_memory:
             self.measure_peaks()
         map_blocks_from(LARGEST_MMAP_THRESHOLD)
         checks, self.failed = check(self.family, self.options), {}
-        for size in progress(sizes(self.options), lambda size: f"{self.family.name}: time, {size}", Size.work):
+        rows = []
+        for size in progress(sizes(self.options), lambda size: f"{self.family.name}: time, {size}"):
             points = [point for point in self.found if point.size == size]
             right = [point for point in points if "status" not in checks.get(point.method, {})]
             if size.length <= LONGEST_IN_TURN:
                 self.measure_times(size, right)
             for point in points:
                 row: dict[str, Any] = {"case": self.family.name, "method": point.method, "direction": point.direction}
-                row |= {"layers": self.options.layers, "seqlen": size.length, "batch": size.batch}
+                row |= {"layers": 1, "seqlen": size.length, "batch": size.batch}
                 # What is wrong has no figures, what has no figures was not checked.
                 is_shown = point in right or self.found[point]["status"] != "ok"
-                yield row | checks.get(point.method, {}) | (self.found[point] if is_shown else {})
+                rows.append(row | checks.get(point.method, {}) | (self.found[point] if is_shown else {}))
+        return rows
 
     def measure_peaks(self) -> None:
         """Peaks of all sizes, the smallest first, above model, inputs and gradients; and the time of that pass."""
         model = build(self.family, self.options)
-
-        def label(point: Point) -> str:
-            return f"{self.family.name}: memory, {point.size}, {point.method}"
-
-        for point in progress(list(self.found), label, lambda point: point.size.work()):
+        for point in progress(list(self.found), lambda point: f"{self.family.name}: memory, {point.size}, {point.method}"):
             self.attempt(partial(self.measure_peak, model, point), point)
 
     def measure_peak(self, model: nn.Module, point: Point) -> None:
         map_blocks_from(PAGE)
         warm_up = make_inputs(self.family, model, Size(WARM_UP_LENGTH))
-        step(model, point.method, warm_up, point.direction).run()
-        measured = step(model, point.method, make_inputs(self.family, model, point.size), point.direction)
+        make_step(model, point.method, warm_up, point.direction).run()
+        step = make_step(model, point.method, make_inputs(self.family, model, point.size), point.direction)
         started = time.perf_counter()
-        peak = (peak_cuda if self.options.device == "cuda" else peak_cpu)(measured.run)
+        peak = (peak_cuda if self.options.device == "cuda" else peak_cpu)(step.run)
         self.found[point] |= {"peak_bytes": peak, "p50_ms": 1e3 * (time.perf_counter() - started), "rounds": 1}
 
     def measure_times(self, size: Size, points: Sequence[Point]) -> None:
         """Times of what fits, instead of the one of the pass that its memory was measured in."""
-        model = build(self.family, self.options)
+        model, options = build(self.family, self.options), self.options
         arguments = make_inputs(self.family, model, size)
         timed = []
         for point in points:
-            one = step(model, point.method, arguments, point.direction)
-            if self.options.no_memory or size.length < LONGEST_IN_TURN // 2:
-                self.attempt(one.run, point)
-            timed.append(timing.Timed(point.method, point.direction, self.found[point], step=one))
-        options = self.options
+            step = make_step(model, point.method, arguments, point.direction)
+            if options.no_memory or size.length < LONGEST_IN_TURN // 2:
+                self.attempt(step.run, point)
+            timed.append(timing.Timed(point.method, point.direction, self.found[point], step=step))
         timing.time_in_turn(timed, options.device, options.seconds, max(ROUNDS, options.rounds), fewest=options.rounds)
         for result in timed:
             result.found |= timing.percentiles(result.milliseconds)
@@ -259,45 +254,26 @@ def timers(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], dict
         for size in sizes(options):
             model = build(FAMILIES[name], options)
             arguments = make_inputs(FAMILIES[name], model, size)
-            timed = [timing.Timed(OURS, way, step=step(model, OURS, arguments, way)) for way in options.directions]
+            timed = [timing.Timed(OURS, way, step=make_step(model, OURS, arguments, way)) for way in options.directions]
+            yield f"{name}, {size}", partial(timing.time_once, timed, options.device)
 
-            def time_once(timed: list[timing.Timed] = timed) -> dict[str, float]:
-                timing.time_in_turn(timed, options.device, 0.0, 1, fewest=1)
-                return {one.direction: one.milliseconds[-1] for one in timed}
 
-            yield f"{name}, {size}", time_once
+def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """The rows of one family, in a process of its own: its heap starts without holes, and a lack of memory ends only it."""
+    if options.device == "cpu":
+        limit_memory(options.memory_limit)
+    return {"status": "ok", "rows": Measurement(FAMILIES[name], options).rows()}
 
 
 def run(options: argparse.Namespace) -> int:
     import transformers  # noqa: F401 - each family has a process of its own, which would end without a reason
 
-    table = Table(COLUMNS, stamp(options.device), options.csv, options.append)
+    table = Table(COLUMNS, stamp(options.device), options.csv)
     with interruptible():
         for name in options.families:
-            for row in in_own_process(name, options):
+            found = in_own_process(measure, (name, options), None)
+            for row in found.get("rows", [{"case": name, "method": OURS, "status": found["status"]}]):
                 table.add({"verb": "models", "dtype": options.dtype, **row})
     print(tables(table.rows) + summary.remarks(table.rows))
     statuses = [row["status"] for row in table.rows if row["method"] == OURS]
     return 1 if any(status.startswith(("wrong", "failed")) for status in statuses) else 0
-
-
-def in_own_process(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The rows of one family as they come: its heap starts without holes, and a lack of memory ends only it."""
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=send_rows, args=(name, options, sender), daemon=True)
-    process.start()
-    sender.close()
-    with contextlib.suppress(EOFError):
-        while True:
-            yield receiver.recv()
-    process.join()
-    if process.exitcode != 0:
-        yield {"case": name, "method": OURS, "status": f"failed: ended with {process.exitcode}, see above"}
-
-
-def send_rows(name: str, options: argparse.Namespace, sender: Connection) -> None:
-    if options.device == "cpu":
-        limit_memory(options.memory_limit)
-    for row in Measurement(FAMILIES[name], options).rows():
-        sender.send(row)

@@ -29,7 +29,6 @@ class Case:
         terms: the tables, by the names of arguments: rel_key, rel_value, rel_p2c, rel_bias (always one row per head).
         per_head: whether tables of vectors differ between heads.
         extent: first and last distance of the tables, where rows do not tell.
-        query_offset: position of the first query, None: queries are the last ones.
         padding: length of each sequence's keys, as a share of length; empty: no padding.
         group: the name of its group in GROUPS.
     """
@@ -47,9 +46,7 @@ class Case:
     num_queries: int | None = None
     terms: tuple[str, ...] = ("rel_key",)
     per_head: bool = False
-    value_dim: int | None = None
     extent: tuple[int, int] | None = None
-    query_offset: int | None = None
     window: tuple[int, int] | None = None
     padding: tuple[float, ...] = ()
     group: str = ""
@@ -57,17 +54,17 @@ class Case:
     def __str__(self) -> str:
         heads = f"h{self.heads}" if self.key_heads is None else f"h{self.heads}:{self.key_heads}"
         length = f"n{self.length}" if self.num_queries is None else f"n{self.num_queries}:{self.length}"
-        words = [f"b{self.batch} {heads} {length} d{self.head_dim}"]
-        words += [f"dv{self.value_dim}"] * (self.value_dim is not None) + [f"dr{self.rel_dim}"] * (self.rel_dim is not None)
+        parts = [f"b{self.batch} {heads} {length} d{self.head_dim}"]
+        parts += [f"dr{self.rel_dim}"] * (self.rel_dim is not None)
         if self.terms:
-            words.append("full" if self.rows is None and self.extent is None else f"r{self.num_rows}")
-            words += ["zero"] * (self.outside == "zero") + ["per head"] * self.per_head
-            words += [name.removeprefix("rel_") for name in self.terms if name != "rel_key"]
+            parts.append("full" if self.rows is None and self.extent is None else f"r{self.num_rows}")
+            parts += ["zero"] * (self.outside == "zero") + ["per head"] * self.per_head
+            parts += [name.removeprefix("rel_") for name in self.terms if name != "rel_key"]
         else:
-            words.append("no table")
-        words += ["causal"] * self.is_causal + [f"window {self.window}"] * (self.window is not None)
-        words += [f"offset {self.query_offset}"] * (self.query_offset is not None) + ["padded"] * bool(self.padding)
-        return " ".join([*words, self.dtype])
+            parts.append("no table")
+        parts += ["causal"] * self.is_causal + [f"window {self.window}"] * (self.window is not None)
+        parts += ["padded"] * bool(self.padding)
+        return " ".join([*parts, self.dtype])
 
     @property
     def positions(self) -> RelativePositions:
@@ -128,11 +125,11 @@ class Case:
         """The tensors of the call, each drawn from its shape."""
         queries = (self.batch, self.heads, self.num_queries or self.length)
         keys = (self.batch, self.key_heads or self.heads, self.length)
-        value_dim, rel_dim = self.value_dim or self.head_dim, self.rel_dim or self.head_dim
-        query, key, value = draw(*queries, self.head_dim), draw(*keys, self.head_dim), draw(*keys, value_dim)
-        d_out, d_lse = draw(*queries, value_dim), draw(*queries)
+        rel_dim = self.rel_dim or self.head_dim
+        query, key, value = draw(*queries, self.head_dim), draw(*keys, self.head_dim), draw(*keys, self.head_dim)
+        d_out, d_lse = draw(*queries, self.head_dim), draw(*queries)
         rows = (*(self.heads,) * self.per_head, self.num_rows)
-        shapes = {"rel_key": (*rows, rel_dim), "rel_value": (*rows, value_dim), "rel_p2c": (*rows, self.head_dim)}
+        shapes = {"rel_key": (*rows, rel_dim), "rel_value": (*rows, self.head_dim), "rel_p2c": (*rows, self.head_dim)}
         shapes["rel_bias"] = (self.heads, self.num_rows)
         tables = {"rel_key": None, **{name: draw(*shapes[name]) for name in self.terms}}
         if self.rel_dim is not None and self.terms:
@@ -161,8 +158,7 @@ class Case:
     def options(self, inputs: Inputs) -> dict[str, Any]:
         """The other arguments of fused_relative_attention."""
         options: dict[str, Any] = {"is_causal": self.is_causal, "enable_gqa": self.key_heads is not None}
-        last = self.length - (self.num_queries or self.length)
-        options["query_offset"] = last if self.query_offset is None else self.query_offset
+        options["query_offset"] = self.length - (self.num_queries or self.length)
         if self.window is not None:
             options["window_size"] = self.window
         if self.padding:

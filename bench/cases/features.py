@@ -44,9 +44,9 @@ FEATURES = (
 """The feature sets that are reported on; "_causal" is part of the name."""
 
 
-def on_grid(sides: tuple[int, int], query: torch.Tensor) -> Resolved:
-    """A call of attention on a grid with these sides, with this query."""
-    rel_h, rel_w = (query.new_empty(side, side, query.shape[3], dtype=torch.float32) for side in sides)
+def on_grid(grid: tuple[int, int], query: torch.Tensor) -> Resolved:
+    """A call of attention on a grid of keys with this query."""
+    rel_h, rel_w = (query.new_empty(side, side, query.shape[3], dtype=torch.float32) for side in grid)
     return GridTensors(query, query, query, rel_h, rel_w), (query.shape[3] ** -0.5, 0.0)
 
 

@@ -14,9 +14,10 @@ from . import inputs, parts
 from .family import Family, Sizes
 from .inputs import features, tokens, translation
 
-__all__ = ["EVERY", "FAMILIES", "Family", "output"]
+__all__ = ["FAMILIES", "Family", "output"]
 
-EAGER, SDPA_FIRST = ("eager",), ("sdpa", "eager")
+EAGER, SDPA_FIRST, BOTH = ("eager",), ("sdpa", "eager"), ("eager", "sdpa")
+GENERATION = "ForConditionalGeneration"
 SMALL = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
 LARGE = {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096}
 # Vocabularies have nothing to do with attention, and the largest one would take most of the memory.
@@ -27,6 +28,7 @@ hidden = features("hidden_size", name="hidden_states")
 SPEECH_LAYERS = ("speech_encoder_layers",)
 CLIPPED = {"left_max_position_embeddings": 6, "right_max_position_embeddings": 2}
 RELATIVE = {"position_embeddings_type": "relative"}
+ATTENTION = {"hidden_size": 32, "num_attention_heads": 4}
 CONFORMER = {**SMALL, "conv_depthwise_kernel_size": 7}
 # Time is masked at random in training, by numpy's generator: not what is compared.
 UNMASKED = {"apply_spec_augment": False}
@@ -66,7 +68,7 @@ squeezed = features("hidden_size", "squeeze_factor", "hidden_states", mask_dtype
 stacked = features(lambda config: 4 * config.num_mel_bins)
 channels = features(lambda config: config.subsampling_conv_channels[0], 4)
 audio = features("input_size", "time_reduction", "hidden_states", "mask")
-blocks = inputs.without_mask("input_dim")
+blocks, attention = inputs.without_mask("input_dim"), inputs.without_mask("hidden_size")
 
 # T5 and its descendants. All distances from 9 on have one bucket, in a decoder from 12 on.
 T5 = {"vocab_size": 50, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "decoder_start_token_id": 0}
@@ -146,179 +148,105 @@ LARGE_SAM = {"image_size": 1024}
 VITDET = {"use_relative_position_embeddings": True}
 
 
+def t5(name: str, prefix: str, small: Sizes, real: Sizes, stock: tuple[str, ...] = BOTH) -> Family:
+    return Family(name, prefix, translation, small, real, layers=DEPTHS, stock=stock, writer=f"{prefix}{GENERATION}")
+
+
+def granite(name: str, prefix: str) -> Family:
+    config = f"{prefix}EncoderConfig"
+    return Family(name, prefix, blocks, GRANITE, layers=("num_layers",), stock=EAGER, part="CTCEncoder", config=config)
+
+
 def grid(name: str, prefix: str, stock: tuple[str, ...] = EAGER, small: Sizes = SAM, real: Sizes = LARGE_SAM) -> Family:
     """Layers of a vision encoder; each implementation of its attention is a class of its own."""
-    layer, variants = f"{prefix}Layer", tuple({"implementation": implementation} for implementation in stock[1:])
-    alone = partial(parts.LayersOnAGrid, name, layer)
-    return Family(name, layer, f"{prefix}Config", inputs.grid, small, real, stock=stock, alone=alone, variants=variants)
+    alone = partial(parts.LayersOnAGrid, name, f"{prefix}Layer")
+    variants = tuple({"implementation": implementation} for implementation in stock[1:])
+    return Family(name, prefix, inputs.grid, small, real, stock=stock, part="Layer", alone=alone, variants=variants)
 
 
-EVERY = (
-    Family(
-        "wav2vec2_bert",
-        "Wav2Vec2BertModel",
-        "Wav2Vec2BertConfig",
-        projected,
-        BERT | CLIPPED,
-        UNMASKED,
-        variants=({"add_adapter": True},),
-    ),
-    Family(
-        "wav2vec2_bert_relative",
-        "Wav2Vec2BertModel",
-        "Wav2Vec2BertConfig",
-        projected,
-        BERT | RELATIVE,
-        UNMASKED | RELATIVE,
-        folder="wav2vec2_bert",
-    ),
-    Family(
-        "wav2vec2_conformer", "Wav2Vec2ConformerEncoder", "Wav2Vec2ConformerConfig", hidden, CONFORMER | RELATIVE, LARGE_CONFORMER
-    ),
-    Family("seamless_m4t", "SeamlessM4TSpeechEncoder", "SeamlessM4TConfig", projected, SEAMLESS | RELATIVE, layers=SPEECH_LAYERS),
+ALL = (
+    Family("wav2vec2_bert", "Wav2Vec2Bert", projected, BERT | CLIPPED, UNMASKED, variants=({"add_adapter": True},)),
+    Family("wav2vec2_bert_relative", "Wav2Vec2Bert", projected, BERT | RELATIVE, UNMASKED | RELATIVE, folder="wav2vec2_bert"),
+    Family("wav2vec2_conformer", "Wav2Vec2Conformer", hidden, CONFORMER | RELATIVE, LARGE_CONFORMER, part="Encoder"),
+    Family("seamless_m4t", "SeamlessM4T", projected, SEAMLESS | RELATIVE, layers=SPEECH_LAYERS, part="SpeechEncoder"),
+    # Its eager attention adds the bool mask to the logits.
     Family(
         "seamless_m4t_v2",
-        "SeamlessM4Tv2SpeechEncoder",
-        "SeamlessM4Tv2Config",
+        "SeamlessM4Tv2",
         projected,
         SEAMLESS | CLIPPED,
         layers=SPEECH_LAYERS,
-        stock=SDPA_FIRST,  # eager adds the bool mask to the logits
+        stock=SDPA_FIRST,
+        part="SpeechEncoder",
     ),
-    Family("parakeet", "ParakeetEncoder", "ParakeetEncoderConfig", mel_bins, FAST_CONFORMER),
-    Family(
-        "parakeet_attention",
-        "one attention",
-        "ParakeetEncoderConfig",
-        inputs.without_mask("hidden_size"),
-        {"hidden_size": 32, "num_attention_heads": 4},
-        folder="parakeet",
-        alone=parts.one_parakeet_attention,
-    ),
+    Family("parakeet", "ParakeetEncoder", mel_bins, FAST_CONFORMER, part=""),
+    Family("parakeet_attention", "ParakeetEncoder", attention, ATTENTION, folder="parakeet", alone=parts.one_parakeet_attention),
     Family(
         "fastspeech2_conformer",
-        "encoder",
-        "FastSpeech2ConformerConfig",
+        "FastSpeech2Conformer",
         inputs.phoneme_frames,
         FASTSPEECH2,
         layers=("encoder_layers",),
         stock=EAGER,
         alone=parts.fastspeech2_encoder,
     ),
+    # Its eager attention hides what should be seen.
     Family(
         "nemotron_asr_streaming",
         "NemotronAsrStreamingEncoder",
-        "NemotronAsrStreamingEncoderConfig",
         inputs.causal_spectrogram,
         NEMOTRON,
         {"max_position_embeddings": 50000},
-        stock=SDPA_FIRST,  # eager hides what should be seen
+        stock=SDPA_FIRST,
+        part="",
         pieces=("input_features", (25, 32, 16, 8, 64, 144)),
     ),
-    Family("vits", "VitsTextEncoder", "VitsConfig", inputs.phonemes, VITS, stock=EAGER),
-    Family("wavlm", "WavLMEncoder", "WavLMConfig", hidden, WAVLM, LARGE, stock=EAGER),
-    Family("wavlm_stable", "WavLMEncoderStableLayerNorm", "WavLMConfig", hidden, WAVLM, LARGE, "wavlm", stock=EAGER),
-    Family("sew_d", "SEWDEncoder", "SEWDConfig", squeezed, SEW_D, stock=EAGER),
-    Family("speecht5", "SpeechT5Encoder", "SpeechT5Config", hidden, SPEECHT5, layers=("encoder_layers",), stock=EAGER),
-    Family(
-        "granite_speech",
-        "GraniteSpeechCTCEncoder",
-        "GraniteSpeechEncoderConfig",
-        blocks,
-        GRANITE,
-        layers=("num_layers",),
-        stock=EAGER,
-    ),
-    Family(
-        "granite_speech_plus",
-        "GraniteSpeechPlusCTCEncoder",
-        "GraniteSpeechPlusEncoderConfig",
-        blocks,
-        GRANITE,
-        layers=("num_layers",),
-        stock=EAGER,
-    ),
-    Family(
-        "granite_speech5",
-        "GraniteSpeech5Encoder",
-        "GraniteSpeech5EncoderConfig",
-        stacked,
-        GRANITE5,
-        FEW_TOKENS,
-        padding_matters=False,
-    ),
-    Family("gemma4", "Gemma4AudioModel", "Gemma4AudioConfig", channels, GEMMA4, stock=EAGER, padding_matters=False),
+    Family("vits", "Vits", inputs.phonemes, VITS, stock=EAGER, part="TextEncoder"),
+    Family("wavlm", "WavLM", hidden, WAVLM, LARGE, stock=EAGER, part="Encoder"),
+    Family("wavlm_stable", "WavLM", hidden, WAVLM, LARGE, "wavlm", stock=EAGER, part="EncoderStableLayerNorm"),
+    Family("sew_d", "SEWD", squeezed, SEW_D, stock=EAGER, part="Encoder"),
+    Family("speecht5", "SpeechT5", hidden, SPEECHT5, layers=("encoder_layers",), stock=EAGER, part="Encoder"),
+    granite("granite_speech", "GraniteSpeech"),
+    granite("granite_speech_plus", "GraniteSpeechPlus"),
+    Family("granite_speech5", "GraniteSpeech5Encoder", stacked, GRANITE5, FEW_TOKENS, part="", padding_matters=False),
+    Family("gemma4", "Gemma4Audio", channels, GEMMA4, stock=EAGER, padding_matters=False),
     Family(
         "gemma3n",
-        "Gemma3nAudioEncoder",
-        "Gemma3nAudioConfig",
+        "Gemma3nAudio",
         inputs.mel,
         GEMMA3N,
         layers=("conf_num_hidden_layers",),
         stock=EAGER,
+        part="Encoder",
         padding_matters=False,
     ),
-    Family("phi4_multimodal", "Phi4MultimodalAudioModel", "Phi4MultimodalAudioConfig", audio, PHI4, layers=("num_blocks",)),
-    Family(
-        "t5", "T5Model", "T5Config", translation, T5, T5_BASE | {"d_ff": 3072}, layers=DEPTHS, writer="T5ForConditionalGeneration"
-    ),
-    Family("mt5", "MT5Model", "MT5Config", translation, T5, T5_BASE, layers=DEPTHS, writer="MT5ForConditionalGeneration"),
-    Family("umt5", "UMT5Model", "UMT5Config", translation, T5, T5_BASE, layers=DEPTHS, writer="UMT5ForConditionalGeneration"),
-    Family(
-        "switch_transformers",
-        "SwitchTransformersModel",
-        "SwitchTransformersConfig",
-        translation,
-        T5 | EXPERTS,
-        NO_EXPERTS,
-        layers=DEPTHS,
-        stock=EAGER,
-        writer="SwitchTransformersForConditionalGeneration",
-    ),
-    Family(
-        "pop2piano",
-        "Pop2PianoForConditionalGeneration",
-        "Pop2PianoConfig",
-        translation,
-        T5,
-        layers=DEPTHS,
-        pieces=("decoder_input_ids", PIECES),
-    ),
+    Family("phi4_multimodal", "Phi4MultimodalAudio", audio, PHI4, layers=("num_blocks",)),
+    t5("t5", "T5", T5, T5_BASE | {"d_ff": 3072}),
+    t5("mt5", "MT5", T5, T5_BASE),
+    t5("umt5", "UMT5", T5, T5_BASE),
+    t5("switch_transformers", "SwitchTransformers", T5 | EXPERTS, NO_EXPERTS, EAGER),
+    Family("pop2piano", "Pop2Piano", translation, T5, layers=DEPTHS, part=GENERATION, pieces=("decoder_input_ids", PIECES)),
     Family(
         "pix2struct",
-        "Pix2StructTextModel",
-        "Pix2StructTextConfig",
+        "Pix2StructText",
         inputs.encoded,
         PIX2STRUCT,
         {**FEW_TOKENS, "initializer_range": 0.02},
         layers=("num_layers",),
         pieces=("input_ids", PIECES),
     ),
-    Family(
-        "longt5",
-        "LongT5Model",
-        "LongT5Config",
-        translation,
-        {**T5, "local_radius": 5, "dropout_rate": 0.0},
-        T5_BASE,
-        layers=DEPTHS,
-        stock=EAGER,
-        writer="LongT5ForConditionalGeneration",
-    ),
+    t5("longt5", "LongT5", {**T5, "local_radius": 5, "dropout_rate": 0.0}, T5_BASE, EAGER),
     # MPNet ends at 512 tokens; longer ones are for comparison.
-    Family(
-        "mpnet", "MPNetModel", "MPNetConfig", tokens, SMALL_MPNET, {**FEW_TOKENS, "max_position_embeddings": 10000}, stock=EAGER
-    ),
-    Family("deberta", "DebertaModel", "DebertaConfig", tokens, SMALL_DEBERTA, DISENTANGLED | FEW_TOKENS, stock=EAGER),
-    Family("deberta_v2", "DebertaV2Model", "DebertaV2Config", tokens, SMALL_DEBERTA_V3, DEBERTA_V3_BASE, stock=EAGER),
-    Family("bloom", "BloomModel", "BloomConfig", tokens, BLOOM, LARGE_BLOOM, stock=EAGER, writer="BloomForCausalLM"),
-    Family("mpt", "MptModel", "MptConfig", tokens, MPT, LARGE_MPT, layers=("n_layers",), stock=EAGER, writer="MptForCausalLM"),
+    Family("mpnet", "MPNet", tokens, SMALL_MPNET, {**FEW_TOKENS, "max_position_embeddings": 10000}, stock=EAGER),
+    Family("deberta", "Deberta", tokens, SMALL_DEBERTA, DISENTANGLED | FEW_TOKENS, stock=EAGER),
+    Family("deberta_v2", "DebertaV2", tokens, SMALL_DEBERTA_V3, DEBERTA_V3_BASE, stock=EAGER),
+    Family("bloom", "Bloom", tokens, BLOOM, LARGE_BLOOM, stock=EAGER, writer="BloomForCausalLM"),
+    Family("mpt", "Mpt", tokens, MPT, LARGE_MPT, layers=("n_layers",), stock=EAGER, writer="MptForCausalLM"),
     # Its eager attention adds the biases twice.
-    Family("falcon", "FalconModel", "FalconConfig", tokens, FALCON, LARGE_FALCON, stock=SDPA_FIRST, writer="FalconForCausalLM"),
+    Family("falcon", "Falcon", tokens, FALCON, LARGE_FALCON, stock=SDPA_FIRST, writer="FalconForCausalLM"),
     Family(
         "inkling",
-        "InklingTextModel",
-        "InklingTextConfig",
+        "InklingText",
         tokens,
         INKLING,
         LARGE_INKLING,
@@ -326,27 +254,18 @@ EVERY = (
         writer="InklingForCausalLM",
         padding_matters=False,
     ),
-    Family(
-        "inkling2",
-        "Inkling2TextModel",
-        "Inkling2TextConfig",
-        tokens,
-        INKLING2,
-        LARGE_INKLING2,
-        stock=EAGER,
-        writer="Inkling2ForCausalLM",
-    ),
-    grid("sam", "SamVision", ("eager", "sdpa")),
-    grid("sam_hq", "SamHQVision", ("eager", "sdpa")),
+    Family("inkling2", "Inkling2Text", tokens, INKLING2, LARGE_INKLING2, stock=EAGER, writer="Inkling2ForCausalLM"),
+    grid("sam", "SamVision", BOTH),
+    grid("sam_hq", "SamHQVision", BOTH),
     grid("vitdet", "VitDet", small=SAM | VITDET, real=LARGE_SAM | VITDET),
     grid("seggpt", "SegGpt", small=WHOLE_GRID, real={}),
     grid("got_ocr2", "GotOcr2Vision"),
-    grid("deepseek_ocr2", "DeepseekOcr2SamVision", ("eager", "sdpa")),
-    grid("unlimited_ocr", "UnlimitedOcrSamVision", ("eager", "sdpa")),
+    grid("deepseek_ocr2", "DeepseekOcr2SamVision", BOTH),
+    grid("unlimited_ocr", "UnlimitedOcrSamVision", BOTH),
     grid("slanext", "SLANeXtVision"),
     grid("pp_formulanet", "PPFormulaNetVision"),
 )
-FAMILIES = {family.name: family for family in EVERY}
+FAMILIES = {family.name: family for family in ALL}
 
 
 def output(results: Any) -> torch.Tensor:

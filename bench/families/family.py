@@ -18,10 +18,12 @@ class Family:
     """One kind of model, of real width or small.
 
     Attributes:
-        model, config: names of classes in ``transformers.models.<folder>``.
+        prefix: the beginning of the names of its classes in ``transformers.models.<folder>``.
         inputs: makes the arguments of the forward, a function of ``inputs.py``.
         small, real: what differs from the defaults of the config, which are those of a published model.
         folder: if it is not the name.
+        part: the end of the name of the model's class.
+        config: the name of the config's class, if it is not prefix and "Config".
         layers: the settings that count layers.
         stock: the implementations that the model has, first the one that computes what the model is meant to.
         alone: makes a part that transformers has no model of, from a config.
@@ -33,8 +35,7 @@ class Family:
     """
 
     name: str
-    model: str
-    config: str
+    prefix: str
     inputs: Callable[[Any, int, torch.Tensor], dict[str, Any]]
     small: Sizes
     real: Sizes = field(default_factory=dict)
@@ -47,9 +48,16 @@ class Family:
     pieces: tuple[str, tuple[int, ...]] | None = None
     padding_matters: bool = True
     variants: tuple[Sizes, ...] = ()
+    part: str = "Model"
+    config: str = ""
 
     def __post_init__(self) -> None:
-        self.folder = self.folder or self.name
+        self.folder, self.config = self.folder or self.name, self.config or f"{self.prefix}Config"
+
+    @property
+    def model(self) -> str:
+        """The name of the model's class."""
+        return self.prefix + self.part
 
     def build(
         self,
@@ -65,9 +73,8 @@ class Family:
         make: makes another model from the config. changes: further settings of the config.
         """
         sizes = {**(self.small if small else self.real), **dict.fromkeys(self.layers, layers), **changes}
-        config = getattr(importlib.import_module(f"transformers.models.{self.folder}.configuration_{self.folder}"), self.config)(
-            **sizes
-        )
+        configurations = importlib.import_module(f"transformers.models.{self.folder}.configuration_{self.folder}")
+        config = getattr(configurations, self.config)(**sizes)
         config._attn_implementation = implementation or self.stock[0]
         model = (make or self.alone or self.find(self.model))(config)
         if not isinstance(model, importlib.import_module("transformers").PreTrainedModel):

@@ -78,6 +78,6 @@ class LayersOnAGrid(nn.Module):
         """hidden_states (B, height, width, C)."""
         states = hidden_states.permute(0, 3, 1, 2) if self.channels_first else hidden_states
         for layer in self.layers:
-            made = layer(states, *self.arguments)
-            states = made[0] if isinstance(made, tuple) else made
+            output = layer(states, *self.arguments)
+            states = output[0] if isinstance(output, tuple) else output
         return states.permute(0, 2, 3, 1) if self.channels_first else states

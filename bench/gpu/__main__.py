@@ -1,13 +1,13 @@
 """Correctness and speed of the kernels on a GPU, within minutes: ``python3 -m bench.gpu --results out/gpu``.
 
-    smoke         calls that stand for the main ones, and each kernel alone, against float64; then each kernel timed
     repeats       many runs of one call are equal bit for bit
-    correctness   the very kernels that are timed, then calls of every kind, by the error rule of the tests
+    correctness   the very kernels that are timed, by the error rule of the tests
+    kinds         calls of every kind, by ``python -m triton_relattn check``
     speed         ours, ours without the term, SDPA's FlashAttention and cuDNN
     baselines     what people write today in plain torch, and SDPA with a dense bias
-    flex          FlexAttention, compiled first
+    flex          compiled FlexAttention
     memory        peaks against the sequence length
-    host          what a call costs the host, and short calls captured in a CUDA graph
+    graphs        short calls captured in a CUDA graph
     before        speed beside an earlier commit, if .gpu/before has a checkout of it
     tests         the tests that are marked gpu, if there is a pytest
     sanitizer     small calls under compute-sanitizer's memcheck
@@ -43,22 +43,21 @@ except ModuleNotFoundError as error:
 from bench.report.rows import in_one_line
 from bench.verbs.options import interpreted, some_of
 from triton_relattn._core.sizes import Parser
-from triton_relattn.kernels.introspect import architectures
 
 from . import checks, measurements, stub
-from .report import Outcome, Report, wrong_kinds
+from .report import CUT_OFF, FAILED, OK, Outcome, Report, wrong_kinds
 from .workers import GRACE, watch
 
 Part = Callable[[argparse.Namespace, Report, float], None]
 PARTS: dict[str, tuple[Part, float]] = {
-    "smoke": (measurements.smoke, 35),
-    "repeats": (checks.repeats, 15),
+    "repeats": (checks.repeats, 20),
     "correctness": (checks.correctness, 90),
+    "kinds": (checks.kinds, 60),
     "speed": (measurements.measure_speed, 130),
     "baselines": (measurements.measure_baselines, 45),
     "flex": (measurements.measure_flex, 80),
     "memory": (measurements.measure_memory, 30),
-    "host": (measurements.measure_host, 20),
+    "graphs": (measurements.measure_graphs, 20),
     "before": (measurements.measure_before, 60),
     "tests": (checks.marked_tests, 60),
     "sanitizer": (checks.sanitizer, 40),
@@ -102,15 +101,15 @@ def part_command(part: str, options: argparse.Namespace, seconds: float) -> list
     return [*command, *["--stub"] * options.stub, *(("--most", str(options.most)) if options.most else ())]
 
 
-def run_here(part: str, options: argparse.Namespace) -> None:
-    """Run a part in this process."""
+def run_part(part: str, options: argparse.Namespace) -> int:
+    """Run a part in this process; return its exit status."""
     report = Report(options, part)
     try:
         PARTS[part][0](options, report, options.until)
     except Exception as error:
         report.say(traceback.format_exc())
-        report.fail(in_one_line(error))
-        report.done()
+        report.fail({"error": in_one_line(error)})
+    return report.status
 
 
 def compiled_kernels() -> int:
@@ -134,36 +133,33 @@ class Run:
     def run_all(self) -> None:
         """Every part that was asked for, each with its share of the seconds that are left."""
         shares = {part: PARTS[part][1] for part in self.options.parts}
-        if "smoke" in shares:
+        if "correctness" in shares:
             (self.options.state / "wrong.txt").unlink(missing_ok=True)
-        while shares:
-            part = next(iter(shares))
+        for part in list(shares):
             seconds_left = max(0.0, self.options.seconds - (time.monotonic() - self.started))
             self.run(part, seconds_left * shares[part] / sum(shares.values()))
             del shares[part]
 
     def run(self, part: str, seconds: float) -> None:
         """Run a part, and judge it."""
-        if seconds < LEAST_SECONDS:
-            self.outcomes.append(Outcome(part, ended="cut off after 0 s", note="there was no time left"))
-            return
-        outcome, began = Outcome(part, ended="interrupted"), time.monotonic()
+        outcome, began = Outcome(part), time.monotonic()
         self.outcomes.append(outcome)
+        if seconds < LEAST_SECONDS:
+            outcome.ended = "cut off before it began"
+            return
         self.say(f"== {part}, {seconds:.0f} s from {began - self.started:.0f} s on")
 
         def hear(line: str) -> None:
-            if outcome.hear(line):
-                self.say(line)
+            outcome.hear(line)
+            self.say(line)
 
-        status = watch(part_command(part, self.options, seconds), seconds + GRACE, hear)
-        outcome.end(status, time.monotonic() - began)
-        self.say(f"{part}: {outcome.line()}")
+        outcome.end(watch(part_command(part, self.options, seconds), seconds + GRACE, hear), time.monotonic() - began)
+        self.say(f"{part}: {outcome}")
 
     def summary(self) -> str:
         """What passed, what did not, and the first errors."""
         lines = ["", "== summary", *[stub.NOTE] * self.options.stub]
-        for outcome in self.outcomes:
-            lines.append(f"{outcome.part:13} {outcome.rows:4} rows  {outcome.line()}"[:200])
+        lines += [f"{outcome.part:13} {outcome}"[:200] for outcome in self.outcomes]
         failed = [outcome.part for outcome in self.outcomes if outcome.has_failed]
         last = [f"{compiled_kernels() - self.num_cached} kernels compiled, {self.num_cached} were there before"]
         last += [f"not timed, since checks failed: {kind}" for kind in sorted(wrong_kinds(self.options.state) or ())][:5]
@@ -174,12 +170,8 @@ class Run:
     def status(self) -> int:
         """Exit status."""
         if any(outcome.has_failed for outcome in self.outcomes):
-            return 1
-        return 3 if any("cut off" in outcome.status for outcome in self.outcomes) else 0
-
-
-def interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
+            return FAILED
+        return CUT_OFF if any(outcome.ended.startswith("cut off") for outcome in self.outcomes) else OK
 
 
 def run(options: argparse.Namespace) -> int:
@@ -194,12 +186,10 @@ def run(options: argparse.Namespace) -> int:
     options.state = (options.state or options.results / "state").resolve()
     os.environ["TRITON_RELATTN_CACHE"] = str(options.state / "profiles")  # the defaults, whatever this machine's user has tuned
     with stub.without_a_gpu() if options.stub else contextlib.nullcontext():
-        options.arch = architectures.architecture(torch.device("cuda"))
-        signal.signal(signal.SIGTERM, interrupt)  # so that what a part has started ends with it
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what a part has started ends with it
         options.results.mkdir(parents=True, exist_ok=True)
         if options.until is not None:
-            run_here(options.parts[0], options)
-            return 0
+            return run_part(options.parts[0], options)
         parts, status = Run(options), 0
         try:
             parts.run_all()

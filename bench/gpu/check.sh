@@ -3,4 +3,4 @@
 # not time what is wrong.
 OUT=${1:?a folder} STOP=$((SECONDS + ${2:-230}))
 source "$(dirname "$0")/prepare.sh"
-run "${3:-smoke,repeats,correctness}"
+run "${3:-repeats,correctness,kinds}"

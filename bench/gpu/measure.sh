@@ -3,5 +3,5 @@
 OUT=${1:?a folder} STOP=$((SECONDS + ${2:-520}))
 source "$(dirname "$0")/prepare.sh"
 first=
-[ -f "$RELATTN_STATE/wrong.txt" ] || first=smoke,correctness,
-run "$first${3:-speed,baselines,flex,memory,host,before,tests,sanitizer}"
+[ -f "$RELATTN_STATE/wrong.txt" ] || first=correctness,
+run "$first${3:-speed,baselines,flex,memory,graphs,before,tests,sanitizer}"

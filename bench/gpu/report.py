@@ -25,63 +25,46 @@ from bench.verbs.speed import COLUMNS as MEASURED
 from .workers import ending, watch
 
 CHECKS = ("part", "case", "variant", "direction", "value", "unit", "status", "message")
+ERROR = "  failed: "
+"""The beginning of a part's line about a row that failed."""
 MOST_ERRORS = 5
-FAILED, DONE = "  failed: ", "done: "
-"""Beginnings of a part's lines that Outcome.hear reads: of a row that failed, and of the last line."""
+OK, FAILED, CUT_OFF, LEFT_OUT = 0, 1, 3, 4
+"""Exit statuses of a part's process; any other one is a crash."""
 
 
 @dataclass
 class Outcome:
-    """What became of a part, by the lines of its process and how that ended.
-
-    skipped: items that there was no time for. ended: how its process ended, if not by itself.
-    """
+    """What became of a part: by its lines, and by how its process ended, or None if that was interrupted."""
 
     part: str
-    rows: int = 0
+    ended: str = "interrupted"
     failed: int = 0
-    skipped: int = 0
     errors: list[str] = field(default_factory=list)
     note: str = ""
-    is_done: bool = False
-    seconds: float = 0.0
-    ended: str = ""
 
-    def hear(self, line: str) -> bool:
-        """Read a line of the part; return whether it is for the log."""
-        if line.startswith(DONE):
-            self.rows, self.skipped, self.note = json.loads(line.removeprefix(DONE))
-            self.is_done = True
-            return False
-        if line.startswith(FAILED):
+    def hear(self, line: str) -> None:
+        """Read a line of the part; the last one is a note for the summary."""
+        self.note = line.strip()
+        if line.startswith(ERROR):
             self.failed += 1
-            self.errors += [line.removeprefix(FAILED)[:300]] * (len(self.errors) < MOST_ERRORS)
-        return True
+            self.errors += [line.removeprefix(ERROR)[:300]] * (len(self.errors) < MOST_ERRORS)
 
     def end(self, status: int | None, seconds: float) -> None:
         """Judge how the process ended; status: as of workers.watch."""
-        self.seconds, self.ended = seconds, ""
-        if status is None:
+        if status is None or status == CUT_OFF:
             self.ended = f"cut off after {seconds:.0f} s"
-        elif not self.is_done or status != 0:
+        elif status in (OK, LEFT_OUT) or (status == FAILED and self.failed):
+            self.ended = f"{'left out' if status == LEFT_OUT else 'ended'} in {seconds:.0f} s"
+        else:
             self.ended = f"crashed: {ending(status)}"
-
-    @property
-    def status(self) -> str:
-        """ "ok", "left out", "FAILED, 2 rows", "crashed: ..." or "cut off after 40 s", or what of these comes together."""
-        parts = [f"FAILED, {self.failed} row{'s' * (self.failed != 1)}"] if self.failed else []
-        if self.ended:
-            parts.append(self.ended)
-        elif self.skipped:
-            parts.append(f"cut off after {self.seconds:.0f} s")
-        return ", ".join(parts) or ("ok" if self.rows else "left out")
 
     @property
     def has_failed(self) -> bool:
         return self.failed > 0 or self.ended.startswith("crashed")
 
-    def line(self) -> str:
-        return f"{self.status} in {self.seconds:.0f} s" + f"; {self.note}" * bool(self.note)
+    def __str__(self) -> str:
+        failed = f"FAILED, {self.failed} row{'s' * (self.failed != 1)}, " * bool(self.failed)
+        return f"{failed}{self.ended}; {self.note}"
 
 
 def kind(case: Case) -> str:
@@ -95,23 +78,32 @@ def wrong_kinds(state: Path) -> set[str] | None:
     return set(path.read_text().splitlines()) if path.exists() else None
 
 
+def describe_environment(options: argparse.Namespace) -> dict[str, Any]:
+    """What environment.json has besides the stamp of the rows."""
+    gpu = torch.cuda.get_device_properties(0)
+    return {
+        "python": platform.python_version(),
+        "arguments": vars(options),
+        "capability": f"{gpu.major}.{gpu.minor}",
+        "multiprocessors": gpu.multi_processor_count,
+        "memory_bytes": gpu.total_memory,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "nvidia-smi": command_output("nvidia-smi", "-q", "-d", "CLOCK,POWER,PERFORMANCE")[:8000],
+        "driver": command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+    }
+
+
 class Report:
-    """The lines and rows of one part, in its process."""
+    """The lines and rows of one part, in its process. status: its exit status as things stand."""
 
     def __init__(self, options: argparse.Namespace, part: str) -> None:
-        self.part, self.state, self.stamp = part, options.state, stamp("cuda")
-        self.rows = self.skipped = 0
+        self.part, self.state, self.stamp, self.status = part, options.state, stamp("cuda"), OK
         self.checks = Table(CHECKS, self.stamp, options.results / "checks.csv", append=True)
         self.measured = Table((*MEASURED, *timing.GPU_COLUMNS), self.stamp, options.results / "results.csv", append=True)
         path = options.results / "environment.json"
         if not path.exists():
-            gpu = torch.cuda.get_device_properties(0)
-            environment: dict[str, Any] = {**self.stamp, "python": platform.python_version(), "arguments": vars(options)}
-            environment |= {"capability": f"{gpu.major}.{gpu.minor}", "multiprocessors": gpu.multi_processor_count}
-            environment |= {"memory_bytes": gpu.total_memory, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
-            environment["nvidia-smi"] = command_output("nvidia-smi", "-q", "-d", "CLOCK,POWER,PERFORMANCE")[:8000]
-            environment["driver"] = command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-            path.write_text(json.dumps(environment, indent=1, default=str) + "\n")
+            path.write_text(json.dumps(self.stamp | describe_environment(options), indent=1, default=str) + "\n")
 
     def say(self, text: str) -> None:
         print(text, flush=True)
@@ -119,8 +111,8 @@ class Report:
     def add(self, **row: Any) -> None:
         """Append a row of checks.csv at once; one that did not pass is also printed. "not run" is neither passed nor failed."""
         self.checks.add({"part": self.part, **row})
-        if row["status"] != "not run":
-            self._judge(row["status"], row)
+        if row["status"] not in ("ok", "not run"):
+            self.fail(row)
 
     def add_wrong(self, kind: str) -> None:
         with (self.state / "wrong.txt").open("a") as file:
@@ -138,19 +130,22 @@ class Report:
             self.say(f"{name}: {row['p50_ms']:.3f} ms{stalled}")
         elif row["status"] != "ok" and not row["status"].startswith("does not apply"):
             self.say(f"{name}: {row['status']}")
-        failed = row["status"].startswith(("wrong", "failed") if row["method"] in OUR_METHODS else "wrong")
-        names = ("verb", "case", "method", "direction", "config", "status")
-        self._judge(row["status"] if failed else "ok", {name: row.get(name) for name in names})
+        if row["status"].startswith(("wrong", "failed") if row["method"] in OUR_METHODS else "wrong"):
+            self.fail({name: row.get(name) for name in ("verb", "case", "method", "direction", "config", "status")})
+
+    def fail(self, row: dict[str, Any]) -> None:
+        self.status = FAILED
+        self.say(ERROR + " ".join(f"{name}={value}" for name, value in row.items() if value not in ("", None)))
 
     def skip(self, count: int) -> None:
         """There was no time for so many items."""
-        self.skipped += max(0, count)
+        if count > 0 and self.status == OK:
+            self.status = CUT_OFF
 
-    def fail(self, text: str) -> None:
-        self._judge("failed", {"": text})
-
-    def done(self, note: str = "") -> None:
-        self.say(DONE + json.dumps([self.rows, self.skipped, note]))
+    def leave_out(self, reason: str) -> None:
+        """Nothing of the part can run here."""
+        self.status = LEFT_OUT
+        self.say(reason)
 
     def run(self, command: Sequence[str], seconds: float, **environment: str) -> tuple[int | None, list[str]]:
         """Run a program and print its lines; return its exit status, as of watch, and the lines."""
@@ -161,8 +156,3 @@ class Report:
             self.say(f"    {line}")
 
         return watch(command, seconds, hear, **environment), lines
-
-    def _judge(self, status: str, row: dict[str, Any]) -> None:
-        self.rows += 1
-        if status != "ok":
-            self.say(FAILED + " ".join(f"{name}={value}".lstrip("=") for name, value in row.items() if value not in ("", None)))

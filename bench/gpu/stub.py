@@ -39,14 +39,11 @@ class _OnTheCPU(TorchFunctionMode):
     """Give the CPU to whatever asks for a GPU."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = (_moved(value) for value in args), {name: _moved(value) for name, value in (kwargs or {}).items()}
-        return function(*args, **kwargs)
+        return function(*map(_moved, args), **{name: _moved(value) for name, value in (kwargs or {}).items()})
 
 
 def _moved(argument: Any) -> Any:
-    is_gpu = (isinstance(argument, torch.device) and argument.type == "cuda") or (
-        isinstance(argument, str) and argument.partition(":")[0] == "cuda"
-    )
+    is_gpu = isinstance(argument, torch.device | str) and str(argument).partition(":")[0] == "cuda"
     return torch.device("cpu") if is_gpu else argument
 
 
@@ -57,19 +54,10 @@ class _Generator(torch.Generator):
         return super().__new__(cls, device=_moved(device))  # type: ignore[call-arg]
 
 
-class _Event:
+class _Event(mock.MagicMock):
     """Events with a made-up time between them."""
 
     times = itertools.count(1)
-
-    def __init__(self, enable_timing: bool = False) -> None:
-        pass
-
-    def record(self, stream: Any = None) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
 
     def elapsed_time(self, other: _Event) -> float:
         return 1.0 + 1e-4 * next(self.times)
@@ -131,10 +119,6 @@ def _computes_nothing(case: Case) -> Callable[[Inputs], torch.Tensor]:
     return lambda inputs: _Nothing.apply(*inputs[:3], *case.tables(inputs).values())
 
 
-def _inputs(case: Case, _device: str, _sharp: bool = False) -> Inputs:
-    return case.empty()
-
-
 @contextmanager
 def without_a_gpu() -> Iterator[None]:
     """Within, this process takes a stub for an H100."""
@@ -143,20 +127,26 @@ def without_a_gpu() -> Iterator[None]:
     def chosen(name: str | None, *others: Any) -> Any:
         return implementations.TRITON if name in (None, "triton") else choose(name, *others)
 
+    replaced: list[tuple[Any, str, Any]] = [
+        *((torch.cuda, name, value) for name, value in TORCH_CUDA.items()),
+        (torch, "Generator", _Generator),
+        (torch, "equal", _returns(True)),
+        (torch.Tensor, "isfinite", lambda tensor: torch.ones_like(tensor, dtype=torch.bool)),
+        (implementations, "choose_implementation", chosen),
+        (grids, "choose_implementation", chosen),
+        (compiled, "can_run_triton", _returns(True)),
+        (checks, "judge", _judged),
+        (Case, "inputs", lambda case, *_: case.empty()),
+        (timing, "distance", _returns(0.0)),
+        (timing, "FLUSH_BYTES", 1),
+        (timing, "expected_of_one_head", _returns(timing.Expected((torch.empty(0),) * 4, "nothing"))),
+    ]
+    others = {name: replace(METHODS[name], make=_computes_nothing) for name in METHODS if name not in OUR_METHODS}
     with ExitStack() as stack:
         stack.enter_context(stub_gpu(records=False))
         stack.enter_context(selected_for("sm_90"))
         stack.enter_context(_OnTheCPU())
-        others = {name: replace(METHODS[name], make=_computes_nothing) for name in METHODS if name not in OUR_METHODS}
         stack.enter_context(mock.patch.dict(METHODS, others))
-        replaced: list[tuple[Any, str, Any]] = [(torch.cuda, name, value) for name, value in TORCH_CUDA.items()]
-        replaced += [(implementations, "choose_implementation", chosen), (grids, "choose_implementation", chosen)]
-        replaced += [(checks, "judge", _judged), (Case, "inputs", _inputs)]
-        replaced += [(timing, "distance", _returns(0.0)), (timing, "FLUSH_BYTES", 1)]
-        replaced += [(timing, "expected_of_one_head", _returns(timing.Expected((torch.empty(0),) * 4, "nothing")))]
-        replaced += [(compiled, "can_run_triton", _returns(True)), (torch, "Generator", _Generator)]
-        replaced += [(torch, "equal", _returns(True))]
-        replaced += [(torch.Tensor, "isfinite", lambda tensor: torch.ones_like(tensor, dtype=torch.bool))]
         for owner, attribute, value in replaced:
             stack.enter_context(mock.patch.object(owner, attribute, value))
         yield

@@ -52,17 +52,10 @@ def watch(command: Sequence[str], seconds: float, hear: Callable[[str], None], *
 
     Return its exit status, negative if a signal ended it, None if the time was over.
     """
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
-        preexec_fn=os.setpgrp,  # a group of its own, but no session: who ends everything of a session ends it, too
-    )
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    variables = {**os.environ, "PYTHONUNBUFFERED": "1", **environment}
+    # A group of its own, but no session: who ends everything of a session ends it as well.
+    process = subprocess.Popen(command, cwd=ROOT, text=True, errors="replace", env=variables, preexec_fn=os.setpgrp, **pipes)
     is_late = threading.Event()
 
     def supervise() -> None:
@@ -83,18 +76,8 @@ def watch(command: Sequence[str], seconds: float, hear: Callable[[str], None], *
     return None if is_late.is_set() else process.returncode
 
 
-def _gpu_is_usable() -> bool:
-    """Whether no kernel has left the GPU in an error that lasts as long as the process."""
-    try:
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-    except Exception:
-        return False
-    return True
-
-
 def _work(connection: Connection, function: Callable[[Any], Any]) -> None:
-    """The loop of a worker: items come, results go, until there are no more items or the GPU is in an error."""
+    """The loop of a worker: items come, results go, until there are no more items or the GPU is in an error that lasts."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that keeps the rows
     torch.set_num_threads(1)
     is_usable = True
@@ -107,7 +90,11 @@ def _work(connection: Connection, function: Callable[[Any], Any]) -> None:
             result = function(item)
         except Exception as error:
             result = Lost(in_one_line(error))
-        is_usable = _gpu_is_usable()
+        try:
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+        except Exception:
+            is_usable = False
         connection.send((result, is_usable))
     sys.stdout.flush()
     os._exit(1)

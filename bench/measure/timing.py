@@ -27,6 +27,8 @@ LARGEST_GOLDEN = 8 * 4096**2
 FLUSH_BYTES = 256 << 20  # more than any L2 cache
 HEAD_START_CYCLES = 2_000_000  # about a millisecond in which the host queues what is timed
 HEAD_START_MS = 1.0  # at 2 GHz, which is more than the clock of any of these GPUs' multiprocessors
+GPU_COLUMNS = ("queued_ms", "waits_for_host")
+"""Columns that rows have besides on a GPU."""
 
 
 class Step(NamedTuple):
@@ -122,9 +124,8 @@ def expected_of_one_head(case: Case, inputs: Inputs) -> Expected:
     def part(tensor: torch.Tensor) -> torch.Tensor:
         return tensor[:: max(1, case.batch - 1), : tensor.shape[1] // key_heads]
 
-    chosen = {name: part(getattr(inputs, name)) for name in (*OPERANDS, "d_out", "d_lse")}
-    if inputs.rel_query is not None:
-        chosen["rel_query"] = part(inputs.rel_query)
+    names = (*OPERANDS, "d_out", "d_lse", *["rel_query"] * (inputs.rel_query is not None))
+    chosen = {name: part(getattr(inputs, name)) for name in names}
     if inputs.rel_bias is not None:
         chosen["rel_bias"] = inputs.rel_bias[:group]
     few = replace(case, batch=chosen["query"].shape[0], heads=group, key_heads=None if case.key_heads is None else 1)
@@ -231,16 +232,10 @@ def time_in_turn(prepared: Sequence[Timed], device: str, seconds: float, rounds:
             break
 
 
-def median(step: Step, device: str, seconds: float = 0.5, rounds: int = 20) -> float:
-    """The median of a step, in milliseconds."""
-    step.run()
-    timed = Timed("", "", step=step)
-    time_in_turn([timed], device, seconds, rounds)
-    return float(percentiles(timed.milliseconds)["p50_ms"])
-
-
-GPU_COLUMNS = ("queued_ms", "waits_for_host")
-"""Columns that rows have besides on a GPU."""
+def time_once(timed: Sequence[Timed], device: str) -> dict[str, float]:
+    """For the verb compare: one more run of each, in milliseconds by direction."""
+    time_in_turn(timed, device, 0.0, 1, fewest=1)
+    return {one.direction: one.milliseconds[-1] for one in timed}
 
 
 def times(timed: Timed, device: str) -> dict[str, Any]:

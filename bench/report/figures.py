@@ -50,6 +50,11 @@ LEADING_STYLES: dict[str, dict[str, Any]] = {
     "sdpa": STYLES["sdpa"] | {"markersize": 7},
 }
 BASELINE_STYLE = {"linewidth": 1.6, "markersize": 5.5, "zorder": 3}
+LIMIT = re.compile(r"more than ([\d.]+) (MiB|GiB)")
+"""In the status of what ran out of memory."""
+BYTES = {"MiB": 2**20, "GiB": 2**30}
+ROOM = 1.6
+"""A factor of space for words above and below ratios."""
 PANEL_HEIGHT, WIDTH, DPI = 3.1, 8.0, 160  # inches; pages show figures at 620 pixels or more
 FONT, SMALL = 10.5, 9.5
 
@@ -116,17 +121,13 @@ def share_range(panels: Sequence[Any], quantity: str) -> None:
             set_ticks(axes, limits, quantity)
 
 
-def finding(points: Mapping[str, Points], words: str, otherwise: str) -> str:
-    """Return a panel's title, "Dense takes 1.1 to 75 times {words}": the best of the dense methods over ours, at all lengths."""
-    found = [ratio for _, ratio in over_ours(points).get(BEST_DENSE, ())]
+def finding(points: Mapping[str, Points], comparison: str, otherwise: str) -> str:
+    """A panel's title, "Dense takes 1.1 to 75 times {comparison}": the best of the dense methods over ours, at all lengths."""
+    found = sorted(ratio for _, ratio in over_ours(points).get(BEST_DENSE, ()))
     if not found:
         return otherwise
-    least, most = _short_ratio(min(found)), _short_ratio(max(found))
-    return f"Dense takes {least if least == most else f'{least} to {most}'} times {words}"
-
-
-def _short_ratio(ratio: float) -> str:
-    return f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}"
+    ends = (f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}" for ratio in (found[0], found[-1]))
+    return f"Dense takes {' to '.join(dict.fromkeys(ends))} times {comparison}"
 
 
 def over_ours(points: Mapping[str, Points]) -> dict[str, Points]:
@@ -144,7 +145,7 @@ def name_lines(axes: Any, points: Mapping[str, Points], are_flat: bool = False, 
     """Write the names of the leading lines beside them. end_of_dense: why the best dense one ends, a second line."""
     for method, values in points.items():
         look = {"color": LEADING_STYLES[method]["color"], "fontsize": SMALL, "fontweight": "bold" if method == OURS else None}
-        place = {
+        where = {
             "xytext": (0, 10) if method == OURS else (-11, 8 if are_flat else 1),
             "textcoords": "offset points",
             "ha": "right",
@@ -152,13 +153,13 @@ def name_lines(axes: Any, points: Mapping[str, Points], are_flat: bool = False, 
         }
         text, point = LEADING[method], values[-1]
         if method == "sdpa" and are_flat:
-            place["xytext"] = (0, -13)
+            where["xytext"] = (0, -13)
         elif method == "sdpa":  # the lowest line, which rises: below an early point nothing is in the way
-            place |= {"xytext": (5, -10), "ha": "left"}
+            where |= {"xytext": (5, -10), "ha": "left"}
             point = values[len(values) > 1]
         elif method == BEST_DENSE and end_of_dense:
-            text, point, place["xytext"] = f"{text},\n{end_of_dense}", values[-2:][0], (-12, 9)
-        axes.annotate(text, point, **place, **look)
+            text, point, where["xytext"] = f"{text},\n{end_of_dense}", values[-2:][0], (-12, 9)
+        axes.annotate(text, point, **where, **look)
 
 
 def failures(rows: Sequence[Row], direction: str, methods: Collection[str]) -> dict[str, int]:
@@ -194,25 +195,10 @@ def draw_memory_panel(axes: Any, rows: Sequence[Row], direction: str, methods: C
     axes.annotate(f"out of memory: more than {short_bytes(limit)}", (first, limit), (-8, 4), fontsize=SMALL, color=INK, **where)
 
 
-def say_failure(axes: Any, rows: Sequence[Row], direction: str, points: Mapping[str, Points]) -> None:
-    """A cross, and words, where the best dense method ran out of memory, as high as its last point."""
-    if BEST_DENSE in points and (length := failures(rows, direction, LEADING).get(BEST_DENSE)):
-        value = points[BEST_DENSE][-1][1]
-        mark_failure(axes, length, value, LEADING_STYLES[BEST_DENSE])
-        place = {"textcoords": "offset points", "ha": "center", "va": "bottom", "fontsize": SMALL, "color": INK}
-        axes.annotate("out of\nmemory", (length, value), (0, 7), **place)
-
-
 def mark_failure(axes: Any, length: int, value: float, style: Mapping[str, Any]) -> None:
     """A cross."""
     cross = {"linestyle": "", "marker": "x", "markersize": 8, "markeredgewidth": 2.2}
     axes.plot(length, value, clip_on=False, **(BASELINE_STYLE | dict(style) | cross))
-
-
-ROOM = 1.6
-"""A factor of space for words above and below ratios."""
-LIMIT = re.compile(r"more than ([\d.]+) (MiB|GiB)")
-BYTES = {"MiB": 2**20, "GiB": 2**30}
 
 
 def draw_ratio_panel(axes: Any, rows: Sequence[Row], direction: str, methods: Collection[str]) -> None:
@@ -225,15 +211,19 @@ def draw_ratio_panel(axes: Any, rows: Sequence[Row], direction: str, methods: Co
     plotted = [1.0, *(ratio for values in ratios.values() for _, ratio in values)]
     set_ticks(axes, [min(plotted) / ROOM, max(plotted) * ROOM], "ratio")
     axes.axhline(1, color=STYLES[OURS]["color"], linewidth=2.2, zorder=2)
-    for height, words in ((0.97, "\N{UPWARDS ARROW} slower than ours"), (0.03, "\N{DOWNWARDS ARROW} faster than ours")):
+    for height, text in ((0.97, "\N{UPWARDS ARROW} slower than ours"), (0.03, "\N{DOWNWARDS ARROW} faster than ours")):
         where = {"transform": axes.transAxes, "va": "top" if height > 0.5 else "bottom"}
-        axes.text(0.01, height, words, fontsize=SMALL, color=INK, **where)
+        axes.text(0.01, height, text, fontsize=SMALL, color=INK, **where)
     if styles is LEADING_STYLES:
         name_lines(axes, ratios, are_flat=True)
         last = max(length for values in ratios.values() for length, _ in values)
         ours = {"color": STYLES[OURS]["color"], "fontsize": SMALL, "fontweight": "bold", "ha": "right", "va": "center"}
         axes.annotate(LEADING[OURS], (last, 1), (0, -9), textcoords="offset points", **ours)
-        say_failure(axes, rows, direction, ratios)
+        if BEST_DENSE in ratios and (length := failures(rows, direction, LEADING).get(BEST_DENSE)):
+            height = ratios[BEST_DENSE][-1][1]
+            mark_failure(axes, length, height, LEADING_STYLES[BEST_DENSE])
+            where = {"textcoords": "offset points", "ha": "center", "va": "bottom", "fontsize": SMALL, "color": INK}
+            axes.annotate("out of\nmemory", (length, height), (0, 7), **where)
 
 
 def kinds(rows: Sequence[Row]) -> list[list[Row]]:
@@ -309,27 +299,24 @@ def draw(rows: Sequence[Row], draw_panel_pair: Callable[[Sequence[Row], Sequence
         figure.set_size_inches(WIDTH, height)
         figure.tight_layout(rect=(0.01, foot / height, 0.99, 1 - head / height), h_pad=3.5, w_pad=1.5)
         if handles:
-            place = {"loc": "upper left", "ncols": 2, "frameon": False, "bbox_to_anchor": (0.0, 1.0), "fontsize": SMALL}
-            figure.legend(handles.values(), handles.keys(), **place)
+            where = {"loc": "upper left", "ncols": 2, "frameon": False, "bbox_to_anchor": (0.0, 1.0), "fontsize": SMALL}
+            figure.legend(handles.values(), handles.keys(), **where)
 
 
-def draw_memory(rows: Sequence[Row], path: Path, methods: Collection[str]) -> None:
-    """Peak memory against the length, forward, and forward with backward."""
-
-    def panels(alike: Sequence[Row], axes: Sequence[Any]) -> None:
-        for axis, direction in zip(axes, summary.DIRECTIONS, strict=True):
-            draw_memory_panel(axis, alike, direction, methods)
-        share_range(axes, "bytes")
-
-    draw(rows, panels, "Peak memory above the inputs. Dotted: without a relative term.", path)
+PANELS: dict[str, tuple[Callable[..., None], str, str]] = {
+    "memory": (draw_memory_panel, "bytes", "Peak memory above the inputs. Dotted: without a relative term."),
+    "speed": (draw_ratio_panel, "ratio", "Medians of interleaved runs. Dotted: without a relative term, a lower bound."),
+}
+"""By verb: what draws a panel, its quantity, and what the caption says."""
 
 
-def draw_speed(rows: Sequence[Row], path: Path, methods: Collection[str]) -> None:
-    """Time over ours against the length, forward, and forward with backward."""
+def draw_directions(verb: str, rows: Sequence[Row], path: Path, methods: Collection[str]) -> None:
+    """The figure of one of PANELS: forward, and forward with backward."""
+    draw_one, quantity, what = PANELS[verb]
 
     def panels(alike: Sequence[Row], axes: Sequence[Any]) -> None:
         for axis, direction in zip(axes, summary.DIRECTIONS, strict=True):
-            draw_ratio_panel(axis, alike, direction, methods)
-        share_range(axes, "ratio")
+            draw_one(axis, alike, direction, methods)
+        share_range(axes, quantity)
 
-    draw(rows, panels, "Medians of interleaved runs. Dotted: without a relative term, a lower bound.", path)
+    draw(rows, panels, what, path)

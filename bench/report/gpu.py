@@ -32,6 +32,7 @@ README_LENGTHS = ("1024", "4096", "16384")
 CHANGED = "Since then four rows of tile sizes were retuned and launches are cached again; that was not timed on a GPU."
 
 
+@functools.cache
 def load_times(group: str | None = None, run: str = "measure") -> Rows:
     """Times of whole calls in a run, of one group or of all."""
     rows = [row for row in read(RESULTS / run / "results.csv") if row["verb"] == "speed" and row["p50_ms"]]
@@ -56,13 +57,19 @@ def machine() -> str:
     return f"an {row['device']} ({versions}), commit {commit()}"
 
 
-@functools.cache
-def second_run() -> Rows:
-    return load_times(run="again")
-
-
 def ratio(row: Row, other: Row, column: str = "p50_ms") -> float:
     return float(row[column]) / float(other[column])
+
+
+def ratios(rows: Rows, method: str, other: str, direction: str, chosen: Sequence[str] = ()) -> list[float]:
+    """How many times as long as the other method one takes, in the chosen cases or in all."""
+    return [ratio(rows[case, method, direction], rows[case, other, direction]) for case in chosen or cases(rows)]
+
+
+def spread(found: Iterable[float]) -> str:
+    """The smallest and the largest, one if they are the same."""
+    ordered = sorted(found)
+    return " to ".join(dict.fromkeys(f"{value:.1f}" for value in (ordered[0], ordered[-1])))
 
 
 def is_stalled(row: Row) -> bool:
@@ -70,22 +77,12 @@ def is_stalled(row: Row) -> bool:
     return row["waits_for_host"] == "yes" and bool(row["p20_ms"]) and float(row["p50_ms"]) / float(row["p20_ms"]) > STALLED
 
 
-def differs(row: Row) -> bool:
-    """Whether a second run timed the same call, and had another median."""
-    other = second_run().get((row.get("case", ""), row.get("method", ""), row.get("direction", "")))
-    return other is not None and max(ratio(row, other), ratio(other, row)) > REPEATED
-
-
 def median(row: Row, unit: str = "") -> str:
     """A median and its mark: † if the host stalled the GPU, otherwise ‡ if a second run's was another one."""
-    mark = " †" if is_stalled(row) else " ‡" * differs(row)
+    again = load_times(run="again").get((row["case"], row["method"], row["direction"]))
+    differs = again is not None and max(ratio(row, again), ratio(again, row)) > REPEATED
+    mark = " †" if is_stalled(row) else " ‡" * differs
     return digits(float(row["p50_ms"])) + unit + mark
-
-
-def spread(ratios: Iterable[float]) -> str:
-    """The smallest and the largest, one if they are the same."""
-    found = sorted(ratios)
-    return " to ".join(dict.fromkeys(f"{value:.1f}" for value in (found[0], found[-1])))
 
 
 def fastest(rows: Rows, case: str, direction: str, methods: Sequence[str]) -> Row:
@@ -93,36 +90,30 @@ def fastest(rows: Rows, case: str, direction: str, methods: Sequence[str]) -> Ro
     return min(found, key=lambda row: float(row["p50_ms"]))
 
 
-def describe_table(row: Row) -> str:
-    """What a call adds to the scores, in words."""
-    rows = row["table"].removesuffix(" p2c").removesuffix(" bias").removeprefix("clamp ")
-    if row["table"].endswith("bias"):
-        return "a bias"
-    if row["table"].endswith("p2c"):
-        return "two full tables" if rows == "full" else f"two tables of {int(rows):,} rows"
-    return "full table" if rows == "full" else f"{rows} rows"
-
-
 def describe(row: Row) -> str:
     """A call in words: 4 x 4,096, 32 heads of 64, 129 rows, causal."""
-    sizes = f"{row['batch']} x {int(row['seqlen']):,}, {row['heads']} heads of {row['head_dim']}, {describe_table(row)}"
-    return sizes + ", causal" * (row["is_causal"] == "True")
+    rows = row["table"].removesuffix(" p2c").removesuffix(" bias").removeprefix("clamp ")
+    if row["table"].endswith("bias"):
+        table = "a bias"
+    elif row["table"].endswith("p2c"):
+        table = "two full tables" if rows == "full" else f"two tables of {int(rows):,} rows"
+    else:
+        table = "full table" if rows == "full" else f"{rows} rows"
+    sizes = f"{row['batch']} x {int(row['seqlen']):,}, {row['heads']} heads of {row['head_dim']}"
+    return f"{sizes}, {table}" + ", causal" * (row["is_causal"] == "True")
 
 
 def beside_sdpa(rows: Rows, case: str, direction: str) -> str:
     """Our time, and in brackets how many times those of FlashAttention and cuDNN it is."""
-    ours = rows[case, OURS, direction]
-    return f"{median(ours)} ({', '.join(f'{ratio(ours, rows[case, method, direction]):.1f}' for method in (FLASH, CUDNN))})"
+    others = (ratios(rows, OURS, method, direction, [case])[0] for method in (FLASH, CUDNN))
+    return f"{median(rows[case, OURS, direction])} ({', '.join(f'{other:.1f}' for other in others)})"
 
 
 def first() -> str:
     """README's table and paragraph."""
     rows = load_times("long")
-    shown = [
-        case
-        for case in cases(rows, head_dim="64", table="full", is_causal="False")
-        if rows[case, OURS, "forward"]["seqlen"] in README_LENGTHS
-    ]
+    full = cases(rows, head_dim="64", table="full", is_causal="False")
+    shown = [case for case in full if rows[case, OURS, "forward"]["seqlen"] in README_LENGTHS]
     body, percentiles = [], []
     for case in shown:
         row, cells = rows[case, OURS, "forward"], []
@@ -131,28 +122,27 @@ def first() -> str:
             cells += [median(ours, " ms"), f"{ratio(ours, rows[case, FLASH, direction]):.1f}"]
             percentiles += [f"{digits(float(ours['p20_ms']))} ms"] * is_stalled(ours)
         body.append([f"{row['batch']} x {int(row['seqlen']):,} tokens", *cells])
-    cudnn = [spread(ratio(rows[case, OURS, way], rows[case, CUDNN, way]) for case in shown) for way in DIRECTIONS]
-    stalled = f"† CPU launch overhead stalled the GPU in most rounds; the 20th percentile is {', '.join(percentiles)}."
+    head = ["one attention call on an H100", "forward", "÷ SDPA", "forward + backward", "÷ SDPA"]
+    cudnn = [spread(ratios(rows, OURS, CUDNN, direction, shown)) for direction in DIRECTIONS]
     compared, slower = regressions()
-    parts = [
-        f"{dense_sentence()} {flex_sentence()} {memory_sentence()}",
+    conditions = (
         "÷ SDPA: time relative to SDPA's FlashAttention without positions. cuDNN is faster still: ours takes "
         f"{cudnn[0]}x its time forward, {cudnn[1]}x forward + backward. {sdpa_sentence()} "
-        f"An earlier version was more than {100 * (GAIN - 1):.0f} % faster in {len(slower)} of {len(compared)} cases. "
-        f"{CHANGED} {stalled * bool(percentiles)} "
+        f"An earlier version was more than {100 * (GAIN - 1):.0f} % faster in {len(slower)} of {len(compared)} cases. {CHANGED} "
+    )
+    if percentiles:
+        conditions += f"† CPU launch overhead stalled the GPU in most rounds; the 20th percentile is {', '.join(percentiles)}. "
+    conditions += (
         f"Measured on {machine()}: bfloat16, 32 heads of 64, a table with a row per distance. "
-        "[All figures](docs/benchmarks.md#on-an-h100).",
-    ]
-    head = ["one attention call on an H100", "forward", "÷ SDPA", "forward + backward", "÷ SDPA"]
-    return "\n\n".join([markdown_table(head, body), *parts])
+        "[All figures](docs/benchmarks.md#on-an-h100)."
+    )
+    claims = f"{dense_sentence()} {flex_sentence()} {memory_sentence()}"
+    return f"{markdown_table(head, body)}\n\n{claims}\n\n{conditions}"
 
 
 def sdpa_sentence() -> str:
     """Forward and backward beside SDPA's FlashAttention, in all calls that were timed."""
-    found = dict[str, list[float]]()
-    for group in ("long", "t5", "deberta", "speech"):
-        rows = load_times(group)
-        found[group] = [ratio(rows[case, OURS, BOTH], rows[case, FLASH, BOTH]) for case in cases(rows)]
+    found = {group: ratios(load_times(group), OURS, FLASH, BOTH) for group in ("long", "t5", "deberta", "speech")}
     return (
         f"Of all calls timed, forward + backward is {spread(found['long'] + found['t5'])} times SDPA from 512 tokens on "
         f"(DeBERTa up to {max(found['deberta']):.1f}), and {spread(found['speech'])} times at 200 and 500 tokens, where CPU "
@@ -165,20 +155,19 @@ def dense_sentence() -> str:
     rows = load_times("dense")
     shown = cases(rows, head_dim="64", table="full")
     lengths = " and ".join(f"{int(rows[case, OURS, 'forward']['seqlen']):,}" for case in shown)
-    slower = [
+    forward, both = (
         " and ".join(f"{ratio(fastest(rows, case, way, DENSE), rows[case, OURS, way]):.1f}x" for case in shown)
         for way in DIRECTIONS
-    ]
+    )
     return (
-        f"Timed beside ours, the fastest dense PyTorch takes {slower[0]} its time with {lengths} tokens ({slower[1]} with the "
-        "backward)."
+        f"Timed beside ours, the fastest dense PyTorch takes {forward} its time with {lengths} tokens ({both} with the backward)."
     )
 
 
 def flex_sentence() -> str:
     """How much faster than FlexAttention."""
     rows = load_times("")
-    forward, both = (spread(ratio(rows[case, FLEX, way], rows[case, OURS, way]) for case in cases(rows)) for way in DIRECTIONS)
+    forward, both = (spread(ratios(rows, FLEX, OURS, way)) for way in DIRECTIONS)
     number = ("no", "one", "two", "three", "four", "five", "six")[len(cases(rows))]
     return f"Compiled FlexAttention takes {forward}x its time ({both}x with the backward), in {number} configurations."
 
@@ -193,7 +182,7 @@ def memory_sentence() -> str:
     """Peaks of ours and of the leanest dense method, at the longest length that both have."""
     rows = pivot((row for row in peaks() if row["direction"] == BOTH), ["seqlen"], "peak_bytes")
     found = {int(length): by_method for (length,), by_method in rows.items()}
-    length = max(n for n, by_method in found.items() if OURS in by_method and any(name in by_method for name in DENSE))
+    length = max(n for n, by_method in found.items() if OURS in by_method and by_method.keys() & set(DENSE))
     dense = min(found[length][name] for name in DENSE if name in found[length])
     return (
         f"With {length:,} tokens and 8 heads, forward + backward peaks at {short_bytes(found[length][OURS])} above the inputs, "
@@ -204,8 +193,8 @@ def memory_sentence() -> str:
 def shared_rows() -> tuple[Rows, Rows]:
     """Rows of the calls that were timed now and with the earlier kernels: now, and then."""
     before = load_times(run="before")
-    groups = [load_times(group) for group in ("long", "speech", "t5")]
-    return {key: row for rows in groups for key, row in rows.items() if key in before}, before
+    now = load_times("long") | load_times("speech") | load_times("t5")
+    return {key: row for key, row in now.items() if key in before}, before
 
 
 def regressions() -> tuple[list[str], list[tuple[Row, Row]]]:
@@ -243,21 +232,20 @@ def speed() -> str:
 def graphs() -> str:
     """Short calls without launch overhead."""
     rows = [row for row in read(RESULTS / "measure" / "checks.csv") if (row["part"], row["status"]) == ("graphs", "ok")]
+    rows.sort(key=lambda row: float(row["value"]))
     calls = load_times("speech")
-    found = [
-        f"{digits(float(row['value']))} ms ({describe(calls[row['case'], OURS, row['direction']])})"
-        for row in sorted(rows, key=lambda row: float(row["value"]))
-    ]
+    found = [f"{digits(float(row['value']))} ms ({describe(calls[row['case'], OURS, row['direction']])})" for row in rows]
     return f"As a CUDA graph, without launch overhead, forward + backward takes {', '.join(found)}."
 
 
 def earlier() -> str:
     """Calls that earlier kernels computed faster, on the same machine within the hour."""
-    (rows, before), again, (compared, slower) = shared_rows(), second_run(), regressions()
-    body = []
-    for row, other in slower:
-        ratios = [f"{ratio(row, other, column):.2f}" for column in ("p50_ms", "p20_ms")]
-        body.append([describe(row), digits(float(other["p50_ms"])), median(row), *ratios])
+    (rows, before), again, (compared, slower) = shared_rows(), load_times(run="again"), regressions()
+    body = [
+        [describe(row), digits(float(other["p50_ms"])), median(row)]
+        + [f"{ratio(row, other, column):.2f}" for column in ("p50_ms", "p20_ms")]
+        for row, other in slower
+    ]
     plain = [key for key in again if key[1] == "plain" and key in before]
     backward = [ratio(again[key], before[key], "p20_ms") for key in plain if key[2] == "backward"]
     wide = [key for key, row in before.items() if key[1:] == ("plain", "forward") and row["head_dim"] == "128"]

@@ -60,43 +60,44 @@ NAMES = {
     "pp_formulanet": "PP-FormulaNet",
 }
 """Names of the models of each family."""
-DIRECTION = "forward+backward"
 GAIN = 1.05
 """A ratio from which on a figure shows a gain."""
 Ratios = dict[str, float]
 
 
-def is_single(row: Row) -> bool:
-    """Whether a row is of one sequence."""
-    return str(row["batch"]) == "1"
+def family_title(case: str) -> str:
+    return NAMES.get(case, case)
+
+
+def single_sequences(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if str(row["batch"]) == "1"]
+
+
+def single_lengths(rows: Sequence[Row]) -> list[int]:
+    """The lengths at which single sequences were measured, the shortest first."""
+    return sorted({int(row["seqlen"]) for row in single_sequences(rows) if row["status"] == "ok"})
 
 
 def values(rows: Sequence[Row], length: int, column: str) -> dict[str, dict[str, float]]:
     """By family and method, a column of what was measured, forward and backward of one sequence."""
-    size = {"direction": DIRECTION, "seqlen": str(length), "batch": "1", "status": "ok"}
-    wanted = (row for row in rows if all(str(row[name]) == value for name, value in size.items()))
-    return {case: by_method for (case,), by_method in pivot(wanted, ["case"], column).items()}
+    wanted = ("forward+backward", str(length), "ok")
+    alike = [row for row in single_sequences(rows) if (row["direction"], str(row["seqlen"]), row["status"]) == wanted]
+    return {case: by_method for (case,), by_method in pivot(alike, ["case"], column).items()}
 
 
 def over_ours(rows: Sequence[Row], length: int, column: str) -> Ratios:
     """By family, time or memory of the best stock method over ours."""
     found: Ratios = {}
-    for case, measured in values(rows, length, column).items():
-        stock = [value for method, value in measured.items() if method != OURS]
-        best = min(stock, default=0.0)
-        if best and measured.get(OURS):
-            found[case] = best / measured[OURS]
+    for case, by_method in values(rows, length, column).items():
+        ours, best = by_method.pop(OURS, 0.0), min(by_method.values(), default=0.0)
+        if ours > 0 and best > 0:  # a peak above the inputs may be 0
+            found[case] = best / ours
     return found
-
-
-def single_lengths(rows: Sequence[Row]) -> list[int]:
-    """The lengths at which single sequences were measured, the shortest first."""
-    return sorted({int(row["seqlen"]) for row in rows if is_single(row) and row["status"] == "ok"})
 
 
 def tables(rows: Sequence[Row], shown: Sequence[str] | None = None) -> str:
     """Single sequences and batches, as Markdown; means are over all families, lines of those that are shown, by default all."""
-    batches = [row for row in rows if row["batch"] and not is_single(row)]
+    batches = [row for row in rows if row["batch"] and str(row["batch"]) != "1"]
     parts = [*single(rows, shown)] * bool(single_lengths(rows)) + [ratios(batches, shown)] * bool(batches)
     return "\n\n".join(parts) + "\n"
 
@@ -110,7 +111,7 @@ def single(rows: Sequence[Row], shown: Sequence[str] | None = None) -> list[str]
     if len(cases) > 1 and all(ups.values()):
         body.append(["geometric mean of all", *(f"{geometric_mean(ups[n].values()):.2f} (of {len(ups[n])})" for n in lengths)])
     parts = [markdown_table(["stock time / ours, by length", *(f"{n:,}" for n in lengths)], body)]
-    methods = list(dict.fromkeys(row["method"] for row in rows if is_single(row)))
+    methods = list(dict.fromkeys(row["method"] for row in single_sequences(rows)))
     for column, unit, scale in (("p50_ms", "time, s", 1e3), ("peak_bytes", "memory, MiB", 2**20)):
         body = []
         for case in cases:
@@ -124,35 +125,31 @@ def single(rows: Sequence[Row], shown: Sequence[str] | None = None) -> list[str]
     return parts
 
 
-def family_title(case: str) -> str:
-    return NAMES.get(case, case)
-
-
 def ratios(rows: Sequence[Row], shown: Sequence[str] | None = None) -> str:
     """How many times as long as ours a stock model takes, a table for each direction, with means over all models."""
     sizes = list(dict.fromkeys((str(row["seqlen"]), str(row["batch"])) for row in rows))
     pairs = list(dict.fromkeys((row["case"], row["method"]) for row in rows if row["method"] != OURS))
     times, parts = pivot(rows, ["direction", "case", "seqlen", "batch"], "p50_ms"), []
     for direction in DIRECTIONS:
-        columns: list[list[float]] = [[] for _ in sizes]
-        body = []
+        found: dict[tuple[str, str], dict[tuple[str, str], float]] = {}
         for case, method in pairs:
-            cells = []
-            for size, column in zip(sizes, columns, strict=True):
+            for size in sizes:
                 by_method = times.get((direction, case, *size), {})
-                stock, ours = by_method.get(method), by_method.get(OURS)
-                cells.append(f"{stock / ours:.2f}" if stock and ours else "-")
-                column += [stock / ours] if stock and ours else []
-            if cells != ["-"] * len(sizes) and (shown is None or case in shown):
-                body.append([family_title(case), method, *cells])
+                if OURS in by_method and method in by_method:
+                    found.setdefault((case, method), {})[size] = by_method[method] / by_method[OURS]
+        body = [
+            [family_title(case), method, *(f"{by_size[size]:.2f}" if size in by_size else "-" for size in sizes)]
+            for (case, method), by_size in found.items()
+            if shown is None or case in shown
+        ]
         if body:
+            columns = ([by_size[size] for by_size in found.values() if size in by_size] for size in sizes)
             body.append(["geometric mean", "", *(f"{geometric_mean(column):.2f}" if column else "-" for column in columns)])
-            head = [direction, "stock", *(f"{length} x {batch}" for length, batch in sizes)]
-            parts.append(markdown_table(head, body))
+            parts.append(markdown_table([direction, "stock", *(f"{length} x {batch}" for length, batch in sizes)], body))
     return "\n\n".join([*parts, "Time of the stock model over ours, medians."])
 
 
-WORDS = {"p50_ms": ("time", "as long"), "peak_bytes": ("memory", "as much")}
+COMPARISONS = {"p50_ms": ("time", "as long"), "peak_bytes": ("memory", "as much")}
 NAMES_WIDE, BARS_WIDE, COLUMN, ROW, TITLE = 1.75, 1.6, 4.0, 0.19, 0.62  # inches
 
 
@@ -162,10 +159,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     On the left at the longest length of each family, on the right at the shortest of all. Of a single family, all lengths.
     """
     lengths, is_one = single_lengths(rows), len({row["case"] for row in rows}) == 1
-    longer = lengths if is_one or len(lengths) == 1 else lengths[1:]
-    columns = [[(_at_the_longest(rows, longer, column, is_one), longer, column) for column in ("p50_ms", "peak_bytes")]]
-    if longer != lengths:
-        columns.append([(_at_the_longest(rows, lengths[:1], "p50_ms"), lengths[:1], "p50_ms")])
+    longer = lengths if is_one else lengths[1:] or lengths
+    chosen = [[(longer, "p50_ms"), (longer, "peak_bytes")], *[[(lengths[:1], "p50_ms")]] * (longer != lengths)]
+    columns = [[(at_longest(rows, *panel, is_one), *panel) for panel in column] for column in chosen]
     columns = [[panel for panel in column if panel[0]] for column in columns]
     layers = f"{rows[0]['layers']} layer{'s' * (str(rows[0]['layers']) != '1')} of real width"
     what = (
@@ -177,33 +173,32 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     with new_figure(path, below) as figure:
         figure.set_size_inches(WIDTH, height)
         for number, column in enumerate(columns):
-            bottom = height
+            bottom, start = height, COLUMN * number + NAMES_WIDE
             for found, compared_lengths, measured in column:
                 tall = ROW * len(found)
                 bottom -= TITLE + tall
-                left = COLUMN * number + NAMES_WIDE
-                axes = figure.add_axes((left / WIDTH, bottom / height, BARS_WIDE / WIDTH, tall / height))
-                _bars(axes, found, compared_lengths, *WORDS[measured], is_one)
+                axes = figure.add_axes((start / WIDTH, bottom / height, BARS_WIDE / WIDTH, tall / height))
+                draw_bars(axes, found, compared_lengths, *COMPARISONS[measured], is_one)
 
 
-def _at_the_longest(rows: Sequence[Row], lengths: Sequence[int], column: str, at_each: bool = False) -> Ratios:
-    """By name, the ratio at the longest of the lengths that a family was measured at; at_each: a line for each length."""
+def at_longest(rows: Sequence[Row], lengths: Sequence[int], column: str, every_length: bool) -> Ratios:
+    """By name, the ratio at the longest of the lengths that a family was measured at, or at every length."""
     found: Ratios = {}
     for length in lengths:
         for case, ratio in over_ours(rows, length, column).items():
-            found[f"{family_title(case)}, {length:,}" if at_each else family_title(case)] = ratio
+            found[family_title(case) + f", {length:,}" * every_length] = ratio
     return found
 
 
-def _bars(axes: Any, found: Ratios, lengths: Sequence[int], what: str, words: str, is_one: bool) -> None:
+def draw_bars(axes: Any, found: Ratios, lengths: Sequence[int], what: str, comparison: str, is_one: bool) -> None:
     """A panel: names, bars that begin at 1, and the ratio at the end of each row; is_one: the rows are of one family."""
     ordered, mean = sorted(found.items(), key=lambda item: -item[1]), geometric_mean(found.values())
-    for place, (_, ratio) in enumerate(ordered):
+    for row, (_, ratio) in enumerate(ordered):
         gains = ratio >= GAIN
-        axes.barh(place, ratio - 1, left=1, height=0.62, color=STYLES[OURS]["color"] if gains else "#aab4be")
+        axes.barh(row, ratio - 1, left=1, height=0.62, color=STYLES[OURS]["color"] if gains else "#aab4be")
         at_the_end = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "va": "center", "ha": "right"}
         look = {"fontsize": SMALL, "color": INK if gains else MUTED}
-        axes.annotate(f"{ratio:.2f}" if ratio < 10 else f"{ratio:.1f}", (1, place), (30, 0), **at_the_end, **look)
+        axes.annotate(f"{ratio:.2f}" if ratio < 10 else f"{ratio:.1f}", (1, row), (30, 0), **at_the_end, **look)
     axes.set_yticks(range(len(ordered)), [name for name, _ in ordered], fontsize=SMALL)
     axes.set_ylim(len(ordered) - 0.4, -0.6)
     axes.set_xscale("log")
@@ -217,8 +212,8 @@ def _bars(axes: Any, found: Ratios, lengths: Sequence[int], what: str, words: st
     shown = {"xycoords": "axes fraction", "textcoords": "offset points"}
     ends = dict.fromkeys((lengths[0], lengths[-1]))
     tokens = f"{(' to ' if len(lengths) > 2 else ' or ').join(f'{length:,}' for length in ends)} tokens"
-    title = f"Stock takes {mean:.1f} times {words}" if mean >= GAIN else "No gain on average"
+    title = f"Stock takes {mean:.1f} times {comparison}" if mean >= GAIN else "No gain on average"
     if is_one:
-        title = f"Stock takes {ordered[-1][1]:.1f} to {ordered[0][1]:.1f} times {words}"
+        title = f"Stock takes {ordered[-1][1]:.1f} to {ordered[0][1]:.1f} times {comparison}"
     axes.annotate(title, (0, 1), (-118, 20), fontweight="bold", **shown)
     axes.annotate(f"{what}, stock / ours, at {tokens}", (0, 1), (-118, 6), fontsize=SMALL, color=MUTED, **shown)

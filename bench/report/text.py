@@ -1,20 +1,23 @@
-"""Text for the terminal and for pages: columns, bytes and times."""
+"""Text for the terminal and for pages: tables, bytes and times, and a line on stderr for every finished step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+Item = TypeVar("Item")
 
 
 def table(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     """Columns as wide as they need to be, the first one to the left, the others to the right."""
-    widths = [max(len(line[column]) for line in (header, *body)) for column in range(len(header))]
+    widths = [max(map(len, column)) for column in zip(header, *body, strict=True)]
 
     def line(cells: Sequence[str]) -> str:
-        first, *others = (
-            f"{cell:<{width}}" if column == 0 else f"{cell:>{width}}"
-            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        )
-        return "  ".join(("", first, *others)).rstrip()
+        aligned = [f"{cells[0]:<{widths[0]}}", *(f"{cell:>{width}}" for cell, width in zip(cells[1:], widths[1:], strict=True))]
+        return "  ".join(("", *aligned)).rstrip()
 
     return "\n".join((line(header), line(["-" * width for width in widths]), *map(line, body)))
 
@@ -40,3 +43,21 @@ def short_bytes(count: float) -> str:
 def short_time(milliseconds: float) -> str:
     """Three digits and ms or s."""
     return f"{milliseconds / 1e3:.3g} s" if milliseconds >= 1000 else f"{milliseconds:.3g} ms"
+
+
+def progress(items: Iterable[Item], label: Callable[[Item], str] = str) -> Iterator[Item]:
+    """Yield the items; once the work on one is done, a line has its number, its label and its time."""
+    items = list(items)
+    for number, item in enumerate(items, 1):
+        started = time.monotonic()
+        yield item
+        print(f"[{number}/{len(items)}] {label(item)}: {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let Ctrl-C end the measurements, but not the report that follows."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("interrupted; what has been measured is kept")

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from triton_relattn import fused_relative_attention
 from triton_relattn._implementations import choose_implementation
-from triton_relattn.testing import Inputs, make_inputs
+from triton_relattn.testing import Inputs
 
-from ..cases.attention import DTYPES
-from ..cases.baselines import BASELINES
-from ..cases.methods import OURS
-from ..report.progress import interruptible, progress
+from ..cases.attention import DTYPES, Case
+from ..cases.methods import METHODS, OURS, ours
+from ..measure import timing
 from ..report.rows import Table, in_one_line, stamp
-from ..report.text import markdown_table
-from .options import add_csv, add_list, add_machine, positive
+from ..report.text import interruptible, markdown_table, progress
+from .options import add_csv, add_device, add_list, positive
 
 RESULTS = ("out", "d_query", "d_key", "d_value", "d_table")
 COLUMNS = ("verb", "case", "dtype", "method", *RESULTS, "status", "length")
 """Columns named as RESULTS hold the norm of the error over that of the result."""
-EAGER, SDPA = "eager", "sdpa"
-METHODS = (OURS, EAGER, SDPA)
+COMPARED = {OURS: OURS, "eager": "skewing", "sdpa": "dense_bias"}
 """Ours; S by skewing, then the formula as it stands; S as the attn_mask of scaled_dot_product_attention."""
 OUTLIERS = {"near_12800": (320.0, 320.0, 0.0), "near_minus_200": (40.0, -40.0, 0.0)}
 """Values of query, key and table in one channel: a constant in all logits, which changes only what roundings are relative
@@ -38,54 +34,36 @@ LENGTH = 200  # no multiple of a block
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_list(parser, "cases", CASES, CASES)
     add_list(parser, "dtypes", tuple(DTYPES), tuple(DTYPES))
-    add_list(parser, "methods", METHODS, METHODS)
-    parser.add_argument(
-        "--implementation", choices=("triton", "blockwise"), help="implementation of this package (default: the device's)"
-    )
     parser.add_argument("--length", type=positive, default=LENGTH, help="length of the sequences (%(default)s)")
-    add_machine(parser)
+    add_device(parser)
     add_csv(parser)
-    parser.add_argument("--append", action="store_true", help="keep the rows that the CSV file has")
 
 
-def inputs(case: str, dtype: str, length: int, device: str) -> Inputs:
-    """Full attention with a table of 2 length - 1 rows, normally distributed apart from the case's outliers."""
-    heads = (4, 16) if case == SHARED else (1, 8)
-    drawn = make_inputs(
-        *heads, length, length, 64, num_rows=2 * length - 1, dtype=DTYPES[dtype], device=device, seed=0, sharp=case == "sharp"
-    )
-    for tensor, outlier in zip((drawn.query, drawn.key, drawn.rel_key), OUTLIERS.get(case, ()), strict=False):
+def make_inputs(case: Case, name: str, device: str) -> Inputs:
+    """Full attention with a row for every distance, normally distributed apart from the named case's outliers."""
+    inputs = case.inputs(device, sharp=name == "sharp")
+    for tensor, outlier in zip((inputs.query, inputs.key, inputs.rel_key), OUTLIERS.get(name, ()), strict=False):
         assert tensor is not None
         tensor[..., 0] = outlier
-    return drawn._replace(d_lse=torch.zeros_like(drawn.d_lse))
+    return inputs
 
 
-def attend(method: str, options: argparse.Namespace) -> Callable[..., torch.Tensor]:
-    """The function of a method: from query, key, value and table to out."""
-    if method == OURS:
-        return partial(fused_relative_attention, implementation=options.implementation)
-    baseline = BASELINES["skewing" if method == EAGER else "dense_bias"]
-    return lambda query, key, value, table: baseline(query, key, value, table, False)
-
-
-def results(function: Callable[..., torch.Tensor], given: Inputs) -> list[torch.Tensor]:
-    """Return RESULTS of a function of query, key, value and table."""
-    leaves = [tensor.detach().requires_grad_() for tensor in given[:4] if tensor is not None]
-    out = function(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, given.d_out)]
-
-
-def measure(case: str, dtype: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(name: str, dtype: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for every method."""
-    given = inputs(case, dtype, options.length, options.device)
-    golden = results(partial(fused_relative_attention, implementation="reference"), given.to(torch.float64))
+    case = Case(*((4, 16) if name == SHARED else (1, 8)), options.length, 64, dtype=dtype)
+    inputs = make_inputs(case, name, options.device)
+
+    def results(function: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
+        return timing.steps(case, function, inputs)["forward+backward"].run()
+
+    golden = results(ours(case, "reference"), inputs.to(torch.float64))
     rows = []
-    for method in options.methods:
-        row: dict[str, Any] = {"verb": "accuracy", "case": case, "dtype": dtype, "length": options.length, "method": method}
+    for label, method in COMPARED.items():
+        row: dict[str, Any] = {"verb": "accuracy", "case": name, "dtype": dtype, "length": options.length, "method": label}
+        if method == OURS:  # by the implementation that computes it
+            row["method"] = f"{OURS} ({choose_implementation(None, inputs.query, inputs.value).name})"
         try:
-            if method == OURS:  # by the implementation that computes it
-                row["method"] = f"{OURS} ({choose_implementation(options.implementation, given.query, given.value).name})"
-            actual = results(attend(method, options), given)
+            actual = results(METHODS[method].make(case), inputs)
             pairs = zip(RESULTS, actual, golden, strict=True)
             row |= {name: float((result.double() - exact).norm() / exact.norm()) for name, result, exact in pairs}
             row["status"] = "ok" if all(result.isfinite().all() for result in actual) else "not finite"
@@ -107,7 +85,7 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def run(options: argparse.Namespace) -> int:
-    table = Table(COLUMNS, stamp(options.device), options.csv, options.append)
+    table = Table(COLUMNS, stamp(options.device), options.csv)
     with interruptible():
         for case, dtype in progress([(c, d) for c in options.cases for d in options.dtypes], " ".join):
             for row in measure(case, dtype, options):

@@ -11,6 +11,7 @@ import argparse
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -67,7 +68,7 @@ class Worker:
         self.process.communicate()
 
 
-def serve(folder: str, verb: str, words: list[str]) -> None:
+def serve(folder: str, verb: str, arguments: list[str]) -> None:
     """Answer the questions of Worker.ask, with the package of a folder and the verb of this checkout."""
     sys.path[0] = folder
     import triton_relattn
@@ -80,7 +81,7 @@ def serve(folder: str, verb: str, words: list[str]) -> None:
     time_once: Any = None
     for line in sys.stdin:
         try:
-            timers = timers or importlib.import_module(VERBS[verb]).timers(parse(verb, words))
+            timers = timers or importlib.import_module(VERBS[verb]).timers(parse(verb, arguments))
             if line == "next\n":
                 value, time_once = next(timers, (None, None))
             else:
@@ -91,14 +92,14 @@ def serve(folder: str, verb: str, words: list[str]) -> None:
         print("ANSWER " + json.dumps(answer), flush=True)
 
 
-def parse(verb: str, words: list[str]) -> argparse.Namespace:
+def parse(verb: str, arguments: list[str]) -> argparse.Namespace:
     """The options of a verb."""
     from triton_relattn._core.sizes import Parser
 
     module = importlib.import_module(VERBS[verb])
     parser = Parser(prog=f"python -m bench compare REF {verb}", description=module.__doc__)
     module.add_arguments(parser)
-    return parser.parse_args(words)
+    return parser.parse_args(arguments)
 
 
 @contextmanager
@@ -108,15 +109,11 @@ def checkout(ref: str) -> Iterator[Path]:
         yield Path(ref).resolve()
         return
 
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
         return done.stdout.strip() if done.returncode == 0 else ""
 
-    try:
-        top = git("rev-parse", "--show-toplevel")
-    except FileNotFoundError:
-        top = ""
-    if not top or Path(top).resolve() != ROOT.resolve():
+    if shutil.which("git") is None or git("rev-parse", "--show-toplevel") != str(ROOT.resolve()):
         raise argparse.ArgumentError(None, f"{ROOT} is no git checkout; REF may be a folder with the other package")
     commit = git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{ref}^{{commit}}")
     if not commit:
@@ -131,19 +128,16 @@ def checkout(ref: str) -> Iterator[Path]:
 
 
 def compare(here: Worker, there: Worker, seconds: float) -> Iterator[tuple[str, list[dict[str, float]]]]:
-    """Each case's name, and the least times of both, by column. The first run of each warms up."""
+    """Each case's name, and the least times here and there, by column. The first run of each warms up."""
     while (name := here.ask("next")) is not None:
         if (other := there.ask("next")) != name:
             raise Failed(f"the cases differ: {name} here, {other} there")
-        least = [dict[str, float]() for _ in range(2)]
-        order = [(here, least[0]), (there, least[1])]
-        for worker, _ in order:
-            worker.ask("run")
-        started, rounds = time.monotonic(), 0
+        here.ask("run"), there.ask("run")
+        least: list[dict[str, float]] = [{}, {}]
+        order, started, rounds = [(here, least[0]), (there, least[1])], time.monotonic(), 0
         while rounds < FEWEST or time.monotonic() - started < seconds:
             for worker, found in order:
-                for column, value in worker.ask("run").items():
-                    found[column] = min(value, found.get(column, value))
+                found |= {column: min(value, found.get(column, value)) for column, value in worker.ask("run").items()}
             order.reverse()
             rounds += 1
         yield name, least
@@ -152,35 +146,32 @@ def compare(here: Worker, there: Worker, seconds: float) -> Iterator[tuple[str, 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("ref", metavar="REF", help="a commit, branch or tag, or a folder with a checkout")
     parser.add_argument("verb", choices=tuple(VERBS), help="what to time")
-    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="...", help="options of the verb")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="options of the verb")
 
 
 def run(options: argparse.Namespace) -> int:
-    from ..report.progress import interruptible
-    from ..report.text import digits, table
+    from ..report.text import digits, interruptible, table
 
-    given = parse(options.verb, options.words)
+    given = parse(options.verb, options.arguments)
     unit = importlib.import_module(VERBS[options.verb]).UNIT
-    found: list[tuple[str, list[dict[str, float]]]] = []
+    head, body = [f"{unit}, here and at {options.ref}"], list[list[str]]()
     with ExitStack() as stack:
         folder = stack.enter_context(checkout(options.ref))
-        workers = [Worker(path, [options.verb, *options.words]) for path in (ROOT, folder)]
+        workers = [Worker(path, [options.verb, *options.arguments]) for path in (ROOT, folder)]
         for worker in workers:
             stack.callback(worker.stop)
         try:
             with interruptible():
-                for name, least in compare(workers[0], workers[1], given.seconds):
+                for name, (ours, theirs) in compare(workers[0], workers[1], given.seconds):
                     print(f"  {name}", file=sys.stderr, flush=True)
-                    found.append((name, least))
+                    head[1:] = [word for column in ours for word in (column, "there", "ratio")]
+                    cells = [
+                        (digits(ours[column]), digits(theirs[column]), f"{ours[column] / theirs[column]:.2f}") for column in ours
+                    ]
+                    body.append([name, *(cell for triple in cells for cell in triple)])
         except Failed as error:
             print(error, file=sys.stderr)
             return 1
-    columns = list(dict.fromkeys(column for _, least in found for column in least[0]))
-    head = [f"{unit}, here and at {options.ref}", *(word for column in columns for word in (column, "there", "ratio"))]
-    body = []
-    for name, (ours, theirs) in found:
-        cells = [(ours[column], theirs[column]) for column in columns]
-        body.append([name, *(word for a, b in cells for word in (digits(a), digits(b), f"{a / b:.2f}"))])
     print(table(head, body) + "\n\nThe least of interleaved runs; ratio: here / there, below 1 this checkout is faster.")
     return 0
 

@@ -21,17 +21,17 @@ import triton  # noqa: F401 - so that a missing one is named
 from triton_relattn import fused_relative_attention
 
 from ..cases.attention import OPERANDS, Case
-from ..report.progress import progress
-from ..report.text import table
-from .options import interpreted, positive, seconds
+from ..report.text import progress, table
+from .options import interpreted, seconds
 
 CASE = Case(1, 2, 64, 64)
 KINDS = {"plain": CASE.without_table(), "full": CASE, "clamp": CASE.resized(64, rows=17)}
 COLUMNS = ("first kernel", "forward", "first of backward", "backward", "both")
 UNIT = "us"
+CALLS = 300  # in each round
 
 
-def measure(kind: str, calls: int) -> dict[str, float]:
+def measure(kind: str, calls: int = CALLS) -> dict[str, float]:
     """The COLUMNS, in microseconds."""
     from tools.stub_gpu import stub_gpu
     from triton_relattn import _implementations as implementations
@@ -60,24 +60,23 @@ def measure(kind: str, calls: int) -> dict[str, float]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--calls", type=positive, default=300, help="calls in each round (%(default)s)")
     parser.add_argument("--seconds", type=seconds, default=3.0, help="time of each kind (%(default)s)")
 
 
 def timers(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
     """For compare: each kind of call, and a function that measures it."""
     for kind in KINDS:
-        yield kind, partial(measure, kind, options.calls)
+        yield kind, partial(measure, kind)
 
 
 def run(options: argparse.Namespace) -> int:
     if interpreted():
         return 2
     body = []
-    for kind in progress(KINDS, str):
-        started, found = time.monotonic(), measure(kind, options.calls)
+    for kind in progress(KINDS):
+        started, found = time.monotonic(), measure(kind)
         while time.monotonic() - started < options.seconds:
-            again = measure(kind, options.calls)
+            again = measure(kind)
             found = {name: min(found[name], again[name]) for name in COLUMNS}
         body.append((kind, *(f"{found[name]:.0f}" for name in COLUMNS)))
     print(table(("microseconds", *COLUMNS), body))

@@ -18,6 +18,8 @@ from ..cases import attention as cases
 from ..cases.methods import METHODS
 
 Name = TypeVar("Name", str, int)
+positive = bounded(int, 1)
+seconds = bounded(float, 0)
 
 
 def some_of(choices: Sequence[Name]) -> Callable[[str], list[Name]]:
@@ -37,10 +39,7 @@ def add_list(
     parser: argparse.ArgumentParser, name: str, choices: Sequence[Name], default: Sequence[Name] | None, what: str = ""
 ) -> None:
     """An option ``--name`` that takes a comma-separated list of choices."""
-    others: list[str] = [str(value) for value in choices if value not in (default or ())]
-    usual = ", ".join(map(str, default or ()))
-    if default and len(others) <= 1 < len(choices):
-        usual = " but ".join(("all", *others))
+    usual = "all" if default and len(default) == len(choices) else ", ".join(map(str, default or ()))
     text = f"{what}, some of: " * bool(what) + ", ".join(map(str, choices)) + f" (default: {usual})" * bool(usual)
     chosen = None if default is None else list(default)
     parser.add_argument(f"--{name}", type=some_of(choices), default=chosen, metavar="A,B", help=text)
@@ -54,10 +53,6 @@ def existing_device(name: str) -> str:
     if name not in ("cuda", "cpu") or (name == "cuda" and not torch.cuda.is_available()):
         raise argparse.ArgumentTypeError(f'must be "cpu", or "cuda" where torch finds a GPU, got "{name}"')
     return name
-
-
-positive = bounded(int, 1)
-seconds = bounded(float, 0)
 
 
 def positive_numbers(text: str) -> list[int]:
@@ -99,33 +94,39 @@ def add_csv(parser: argparse.ArgumentParser) -> None:
 
 
 def add_jobs(parser: argparse.ArgumentParser) -> None:
-    usual = os.cpu_count() or 1
-    parser.add_argument("--jobs", type=positive, default=usual, help="processes that compile (default: one per core)")
+    parser.add_argument("--jobs", type=positive, default=os.cpu_count() or 1, help="processes that compile (one per core)")
 
 
-def add_no_verify(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--no-verify", action="store_true", help="no tests before; the rows then say so")
+def add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", type=existing_device, default=available_device(), help="device, cpu or cuda (%(default)s)")
+
+
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    """``--device`` and ``--memory-limit``."""
+    add_device(parser)
+    usual, what = int(SHARE * available_bytes()), "most memory to use on a CPU (default: most of what is free)"
+    parser.add_argument("--memory-limit", type=gibibytes, default=usual, metavar="GiB", help=what)
 
 
 def add_cases(parser: argparse.ArgumentParser, default: Sequence[str] | None) -> None:
-    """``--cases`` and ``--lengths``; choose_cases reads them."""
+    """``--cases`` and ``--lengths``."""
     add_list(parser, "cases", tuple(cases.GROUPS), default, "groups of cases")
     lengths = sorted({case.length for group in cases.GROUPS.values() for case in group})
     parser.add_argument("--lengths", type=some_of(lengths), default=[], metavar="A,B", help="sequence lengths of the cases (all)")
 
 
-def add_shape(parser: argparse.ArgumentParser) -> None:
-    """``--shape`` and its options, for a call of one's own; chosen_cases reads them."""
-    parser.add_argument(
-        "--shape",
-        type=shape,
-        action="append",
-        metavar="b4,h12,n1500,d80",
-        help="sizes of a call of your own, in place of --cases; repeatable",
-    )
+def add_measured(parser: argparse.ArgumentParser) -> None:
+    """The options that speed and memory have in common; chosen_cases reads those of the calls."""
+    add_cases(parser, None)
+    what = "sizes of a call of your own, in place of --cases; repeatable"
+    parser.add_argument("--shape", type=shape, action="append", metavar="b4,h12,n1500,d80", help=what)
     parser.add_argument("--table", type=rows, metavar="ROWS", help='rows of its table, or "full": one per distance (full)')
     parser.add_argument("--dtype", choices=tuple(cases.DTYPES), help="dtype of the call (bf16 on a GPU, fp32 on a CPU)")
     parser.add_argument("--causal", action="store_true", help="causal mask in the call")
+    add_list(parser, "methods", tuple(METHODS), tuple(METHODS))
+    add_machine(parser)
+    parser.add_argument("--no-verify", action="store_true", help="no tests before; the rows then say so")
+    add_csv(parser)
 
 
 def chosen_cases(options: argparse.Namespace, default: Sequence[str]) -> list[cases.Case]:
@@ -137,26 +138,3 @@ def chosen_cases(options: argparse.Namespace, default: Sequence[str]) -> list[ca
     if not (chosen := cases.choose(options.cases or default, options.lengths)):
         raise argparse.ArgumentError(None, f"no case of {', '.join(options.cases or default)} has one of these lengths")
     return chosen
-
-
-def add_measured(parser: argparse.ArgumentParser, default: Sequence[str] | None) -> None:
-    """Add the options that speed and memory have in common."""
-    add_cases(parser, default)
-    add_shape(parser)
-    add_list(parser, "methods", tuple(METHODS), tuple(METHODS))
-    add_machine(parser)
-    add_no_verify(parser)
-    add_csv(parser)
-
-
-def add_machine(parser: argparse.ArgumentParser) -> None:
-    """``--device`` and ``--memory-limit``."""
-    parser.add_argument("--device", type=existing_device, default=available_device(), help="device, cpu or cuda (%(default)s)")
-    limit = int(SHARE * available_bytes())
-    parser.add_argument(
-        "--memory-limit",
-        type=gibibytes,
-        default=limit,
-        metavar="GiB",
-        help="most memory to use on a CPU (default: most of what is free)",
-    )

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import csv
-from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 from ..cases.methods import METHODS
 from ..report import models, summary
-from ..report.figures import KIND, LEADING, Row, draw_memory, draw_speed, kind_title, kinds
+from ..report.figures import KIND, LEADING, Row, draw_directions, kind_title, kinds
 from ..report.rows import STAMP, read
 from .options import add_list, new_folder
 
@@ -48,16 +46,15 @@ def run(options: argparse.Namespace) -> int:
     rows = [row for file in options.csv for row in file]
     by_verb = {verb: [row for row in rows if row["verb"] == verb] for verb in COLUMNS}
     options.out.mkdir(parents=True, exist_ok=True)
-    methods = options.methods or tuple(LEADING)
-    drawings: dict[str, Callable[[Sequence[Row], Path], None]] = {
-        "memory": partial(draw_memory, methods=methods),
-        "speed": partial(draw_speed, methods=methods),
-        "models": models.draw,
-    }
-    for verb, draw in drawings.items():
-        if by_verb[verb] and (verb != "models" or models.single_lengths(by_verb[verb])):
-            draw(by_verb[verb], options.out / f"{verb}.png")
-            print(options.out / f"{verb}.png")
+    for verb, rows in by_verb.items():
+        path = options.out / f"{verb}.png"
+        if verb == "models" and models.single_lengths(rows):
+            models.draw(rows, path)
+        elif verb != "models" and rows:
+            draw_directions(verb, rows, path, options.methods or tuple(LEADING))
+        else:
+            continue
+        print(path)
     if by_verb["models"]:
         print(f"\n{models.tables(by_verb['models'])}")
     for alike in kinds([*by_verb["speed"], *by_verb["memory"]]):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -32,11 +32,16 @@ SHOWN = (
 )
 """Families of models in the tables of docs/transformers.md."""
 Measured = dict[int, dict[str, float]]
+"""By length and method."""
+
+
+def load(*files: str) -> list[dict[str, str]]:
+    return [row for file in files for row in read(RESULTS / file)]
 
 
 def measured(file: str, direction: str, column: str) -> Measured:
-    """By length, a column of our rows, of SDPA without positions and of the best dense method, "dense"."""
-    rows = (row for row in read(RESULTS / file) if row["direction"] == direction and row["status"] == "ok")
+    """A column of a file's rows; the best dense method is "dense"."""
+    rows = (row for row in load(file) if (row["direction"], row["status"]) == (direction, "ok"))
     found = {int(length): by_method for (length,), by_method in pivot(rows, ["seqlen"], column).items()}
     for by_method in found.values():
         if dense := [by_method[method] for method in DENSE if method in by_method]:
@@ -50,27 +55,33 @@ def ratios(times: Measured, method: str, other: str) -> str:
     return f"{min(found):.1f} to {max(found):.1f}"
 
 
+def speed() -> tuple[Measured, Measured, str, str]:
+    """Times forward, and with the backward; the lengths at which there is a dense method, and all of them, in words."""
+    forward, both = (measured("speed.csv", direction, "p50_ms") for direction in summary.DIRECTIONS)
+    longest_dense = max(length for length in both if "dense" in both[length])
+    return forward, both, f"{min(both)} to {longest_dense:,}", f"{min(both)} to {max(both):,}"
+
+
 def first() -> str:
     """README's first screen."""
     memory = measured("memory.csv", "forward+backward", "peak_bytes")[LENGTH]
-    forward, both = (measured("speed.csv", direction, "p50_ms") for direction in summary.DIRECTIONS)
-    lines = [f"![Peak memory and time against the sequence length]({(RESULTS / FIGURE).relative_to(ROOT)})", ""]
-    row = next(row for row in read(RESULTS / "speed.csv") if row["status"] == "ok")
-    lines += [f"| {LENGTH:,} tokens {on_a_cpu(row)}, forward + backward | memory | time |", "|---|---|---|"]
+    forward, both, dense_lengths, lengths = speed()
+    row = next(row for row in load("speed.csv") if row["status"] == "ok")
+    lines = [f"| {LENGTH:,} tokens {on_a_cpu(row)}, forward + backward | memory | time |", "|---|---|---|"]
     for method, name in figures.LEADING.items():
-        bold = "**" * (method == OURS)
-        cells = f"{bold}{short_bytes(memory[method])}{bold} | {bold}{short_time(both[LENGTH][method])}{bold}"
-        lines.append(f"| {name}{' (lower bound)' * (method == 'sdpa')} | {cells} |")
+        bold, bound = "**" * (method == OURS), " (lower bound)" * (method == "sdpa")
+        cells = (f"{bold}{text}{bold}" for text in (short_bytes(memory[method]), short_time(both[LENGTH][method])))
+        lines.append(f"| {name}{bound} | {' | '.join(cells)} |")
     device, torch = row["device"].removeprefix("CPU, "), row["torch"].split("+")[0]
-    longest_dense = max(length for length in both if "dense" in both[length])
     text = (
         f"Measured on {row['threads']} threads of a CPU ({device}, torch {torch}), 8 heads of {row['head_dim']}, float32. "
-        f"From {min(both)} to {longest_dense:,} tokens it is {ratios(both, 'dense', OURS)} times as fast as the fastest dense "
-        f"method (forward alone {ratios(forward, 'dense', OURS)}). From {min(both)} to {max(both):,} it takes "
+        f"From {dense_lengths} tokens it is {ratios(both, 'dense', OURS)} times as fast as the fastest dense "
+        f"method (forward alone {ratios(forward, 'dense', OURS)}). From {lengths} it takes "
         f"{ratios(both, OURS, 'sdpa')} times as long as attention without positions (forward {ratios(forward, OURS, 'sdpa')}). "
         f"{models_sentence(2048)} {models_sentence(512)} [All figures](docs/benchmarks.md)."
     )
-    return "\n".join([*lines, "", text, ""])
+    picture = f"![Peak memory and time against the sequence length]({(RESULTS / FIGURE).relative_to(ROOT)})"
+    return "\n".join([picture, "", *lines, "", text])
 
 
 def on_a_cpu(row: dict[str, Any]) -> str:
@@ -79,7 +90,7 @@ def on_a_cpu(row: dict[str, Any]) -> str:
 
 def models_sentence(length: int) -> str:
     """How much faster layers of models are at a length: the mean, the worst and the best."""
-    found = list(models.over_ours(read(RESULTS / "models.csv"), length, "p50_ms").values())
+    found = list(models.over_ours(load("models.csv"), length, "p50_ms").values())
     mean, spread = geometric_mean(found), f"{min(found):.1f} to {max(found):.1f}"
     if mean < models.GAIN:
         return f"With {length:,} tokens there is no gain on average: {mean:.2f} times ({spread}, {len(found)} models)."
@@ -89,26 +100,24 @@ def models_sentence(length: int) -> str:
 
 def claims() -> str:
     """How fast ours is, beside dense methods, other packages and attention without a term: the worst and the best length."""
-    forward, both = (measured("speed.csv", direction, "p50_ms") for direction in summary.DIRECTIONS)
-    longest_dense = max(length for length in both if "dense" in both[length])
+    forward, both, dense_lengths, lengths = speed()
     text = (
-        f"At lengths {min(both)} to {longest_dense:,} the forward is {ratios(forward, 'dense', OURS)} times as fast as the "
+        f"At lengths {dense_lengths} the forward is {ratios(forward, 'dense', OURS)} times as fast as the "
         f"fastest of {', '.join(f'`{name}`' for name in DENSE)}, with the backward {ratios(both, 'dense', OURS)} times. "
     )
     for method, name in PEERS.items():
         if any(method in by_method for by_method in forward.values()):
             text += f"{name} takes {ratios(forward, method, OURS)} times as long forward; it has no backward on a CPU. "
-    text += (
-        f"At lengths {min(both)} to {max(both):,} ours takes {ratios(forward, OURS, 'sdpa')} times as long as `sdpa` takes "
+    return (
+        f"{text}At lengths {lengths} ours takes {ratios(forward, OURS, 'sdpa')} times as long as `sdpa` takes "
         f"without a term, with the backward {ratios(both, OURS, 'sdpa')} times."
     )
-    return text
 
 
-def machine(*files: str) -> str:
-    """Where the rows of some files come from."""
+def machine(rows: Sequence[dict[str, str]]) -> str:
+    """Where rows come from."""
     commits: dict[str, dict[str, None]] = {}
-    for row in (row for file in files for row in read(RESULTS / file)):
+    for row in rows:
         threads = f"{row['threads']} thread{'s' * (row['threads'] != '1')}"
         where = f"{threads} of an {row['device'].removeprefix('CPU, ')}, torch {row['torch'].split('+')[0]}"
         commits.setdefault(where, {})[row["commit"].rstrip("+")] = None
@@ -116,9 +125,10 @@ def machine(*files: str) -> str:
     return f"\n\nMeasured on {'; '.join(found)}."
 
 
-def with_machine(table: Callable[[list[dict[str, str]]], str], *files: str) -> str:
+def with_machine(table: Callable[[Sequence[dict[str, str]]], str], *files: str, group: str = "") -> str:
     """A table of the rows of some files, and where they come from."""
-    return table([row for file in files for row in read(RESULTS / file)]).strip() + machine(*files)
+    rows = [row for row in load(*files) if group in ("", row.get("group"))]
+    return table(rows).strip() + machine(rows)
 
 
 def huang() -> str:
@@ -131,24 +141,19 @@ def huang() -> str:
 
 def decoding() -> str:
     """One query and a cache of keys."""
-    rows = [row for row in read(RESULTS / "short.csv") if (row["group"], row["direction"]) == ("decode", "forward")]
+    rows = [row for row in load("short.csv") if (row["group"], row["direction"]) == ("decode", "forward")]
     times = pivot(rows, ["batch", "seqlen"], "p50_ms")
     body = [[", ".join(size), digits(found[OURS]), digits(found["sdpa"])] for size, found in times.items()]
     return markdown_table(["batch, keys", "ours, ms", "SDPA without a term, ms"], body)
 
 
-def short() -> str:
-    rows = [row for row in read(RESULTS / "short.csv") if row["group"] == "short"]
-    return summary.beside_dense(rows).strip() + machine("short.csv")
-
-
 def model_tables() -> str:
     """Some families: how much faster at each length, time and memory at their longest one."""
-    rows = read(RESULTS / "models.csv")
+    rows = load("models.csv")
     shortest = models.single_lengths(rows)[0]
     worst, *_, best = sorted((ratio, case) for case, ratio in models.over_ours(rows, shortest, "p50_ms").items())
     extremes = " and ".join(f"{ratio:.2f} ({models.family_title(case)})" for ratio, case in (worst, best))
-    return f"{models.tables(rows, SHOWN)}\n{models_sentence(shortest)} The extremes are {extremes}.{machine('models.csv')}"
+    return f"{models.tables(rows, SHOWN)}\n{models_sentence(shortest)} The extremes are {extremes}.{machine(rows)}"
 
 
 def music() -> str:
@@ -164,13 +169,13 @@ PARTS: dict[str, Callable[[], str]] = {
     "bias": lambda: with_machine(summary.markdown, "bias.csv"),
     "new-lengths": lambda: with_machine(summary.new_lengths, "lengths.csv"),
     "huang": huang,
-    "short": short,
+    "short": lambda: with_machine(summary.beside_dense, "short.csv", group="short"),
     "bf16": lambda: with_machine(summary.beside_dense, "short_bf16.csv"),
     "decoding": decoding,
-    "accuracy": lambda: accuracy.markdown(read(RESULTS / "accuracy.csv")),
+    "accuracy": lambda: accuracy.markdown(load("accuracy.csv")),
     "models": model_tables,
-    "models-short": lambda: models.ratios(read(RESULTS / "models_short.csv"), SHOWN),
-    "models-bf16": lambda: models.ratios(read(RESULTS / "models_bf16.csv")),
+    "models-short": lambda: models.ratios(load("models_short.csv"), SHOWN),
+    "models-bf16": lambda: models.ratios(load("models_bf16.csv")),
     "music": music,
     "gpu": gpu.first,
     "gpu-speed": gpu.speed,
@@ -196,7 +201,7 @@ def draw(path: Path) -> None:
     with figures.new_figure(path) as drawn:
         drawn.set_size_inches(figures.WIDTH, 3.4)
         for axis, (file, column, quantity, what, times) in zip(drawn.subplots(1, 2), panels, strict=True):
-            rows = [row for row in read(RESULTS / file) if row["direction"] == "forward+backward"]
+            rows = [row for row in load(file) if row["direction"] == "forward+backward"]
             points = figures.lines(rows, "forward+backward", column, figures.LEADING)
             title, subtitle = figures.finding(points, times, what), f"forward + backward {on_a_cpu(rows[0])}: {what}"
             figures.draw_panel(axis, points, figures.LEADING_STYLES, quantity, title, subtitle)

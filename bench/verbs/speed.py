@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from triton_relattn._peaks import limit_memory, resident
@@ -23,8 +24,8 @@ from ..cases.attention import Case
 from ..cases.methods import METHODS, OUR_METHODS, OURS
 from ..measure import processes, timing
 from ..report import summary
-from ..report.progress import interruptible, progress
 from ..report.rows import ROOT, Table, stamp
+from ..report.text import interruptible, progress
 from ..report.text import table as text_table
 from .options import add_list, add_measured, chosen_cases, positive, seconds
 
@@ -44,9 +45,8 @@ UNIT = "ms"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_measured(parser, None)
-    usual = f"default: {', '.join(timing.DIRECTIONS)}, on a CPU without backward"
-    add_list(parser, "directions", timing.DIRECTIONS, None, usual)
+    add_measured(parser)
+    add_list(parser, "directions", timing.DIRECTIONS, None, "default: all, on a CPU without backward")
     parser.add_argument("--seconds", type=seconds, default=15.0, help="timing of one case (%(default)s)")
     parser.add_argument("--list", action="store_true", help="list cases and methods, and measure nothing")
     what = f"so many lengths from {SHORTEST} to {LONGEST} instead, each new to its process, on the CPU"
@@ -140,7 +140,7 @@ def run(options: argparse.Namespace) -> int:
     table = Table(columns, stamp(options.device), options.csv)
     failures = Failures()
     with interruptible():
-        for case in progress(chosen, str, work=lambda case: 1e8 + case.batch * case.heads * case.length**2):
+        for case in progress(chosen):
             rows = measure(case, options, failures.reasons(case))
             failures.remember(case, rows)
             for row in rows:
@@ -160,14 +160,9 @@ def timers(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], dict
         for method in [name for name in OUR_METHODS if name in options.methods]:
             computed = METHODS[method].case(case)
             steps = timing.steps(computed, METHODS[method].make(computed), inputs)
-
-            def time_once(steps: dict[str, timing.Step] = steps) -> dict[str, float]:
-                directions = options.directions or default_directions(options.device)
-                timed = [timing.Timed(OURS, direction, step=steps[direction]) for direction in directions]
-                timing.time_in_turn(timed, options.device, 0.0, 1, fewest=1)
-                return {one.direction: one.milliseconds[0] for one in timed}
-
-            yield f"{case}{', no table' * (method != OURS)}", time_once
+            directions = options.directions or default_directions(options.device)
+            timed = [timing.Timed(OURS, direction, step=steps[direction]) for direction in directions]
+            yield f"{case}{', no table' * (method != OURS)}", partial(timing.time_once, timed, options.device)
 
 
 def print_list(device: str) -> int:
@@ -211,7 +206,7 @@ def run_new_lengths(options: argparse.Namespace) -> int:
     table = Table(NEW_LENGTHS_COLUMNS, stamp("cpu"), options.csv)
     chosen = [name for name in (*OUR_METHODS, "sdpa", "dense_bias") if name in options.methods]
     case = f"b1 h4 n{SHORTEST}-{LONGEST} d64 full fp32"
-    for method in progress(chosen, str):
+    for method in progress(chosen):
         found = processes.in_own_process(measure_new_lengths, (method, options.new_lengths), None)
         table.add({"verb": "lengths", "case": case, "method": method, "lengths": options.new_lengths, **found})
     print(summary.new_lengths(table.rows))

@@ -10,7 +10,7 @@ from bench.cases.attention import Case
 from bench.cases.baselines import BASELINES
 from bench.cases.methods import OURS
 from bench.measure import processes
-from bench.report.progress import progress
+from bench.report.text import progress
 from bench.verbs.speed import Failures, configurations
 
 # One sequence through a layer of width 512, as in the Music Transformer and the base Transformer.
@@ -36,21 +36,14 @@ def sweep(lengths: Sequence[int], dtype: str, device: str, memory_limit: int, bu
     failures = Failures()
     first = 1 + len(STRONG)
     points = [(length, method) for methods in (COMPARED[:first], COMPARED[first:]) for length in lengths for method in methods]
-    # The constant part of a point, its process and its repeats, takes about as long as the growing one does at 1024.
-    skipped: dict[tuple[int, str], str] = {}
-    for length, method in progress(
-        points,
-        lambda point: f"{point[1]}, {point[0]}",
-        lambda point: 1024**2 + point[0] ** 2,
-        lambda point: skipped.get(point, ""),
-    ):
+    for length, method in progress(points, lambda point: f"{point[1]}, {point[0]}"):
         case, seconds_left = make_case(length, dtype), end - time.monotonic()
         row = {"verb": "demo", **case.columns(), "method": method, "direction": DIRECTION}
         if method == OURS:
             row["config"] = configurations(case, DIRECTION, device)
         reason = failures.reasons(case).get(method) or ("skipped: no time left" if seconds_left <= 0 else "")
         if reason:
-            row["status"] = skipped[length, method] = reason
+            row["status"] = reason
         elif device == "cuda":
             row |= processes.measure(case, method, DIRECTION, device, SECONDS_PER_POINT)
         else:

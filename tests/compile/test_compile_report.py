@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("tqdm")
-
 from bench import compile as verb
 from bench.__main__ import main
 from bench.report.rows import STAMP, read

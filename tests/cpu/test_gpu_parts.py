@@ -21,7 +21,7 @@ from bench.gpu import __main__ as gpu
 from bench.gpu import checks
 from bench.gpu import report as reports
 from bench.gpu.__main__ import SUMMARY_LINES, Run
-from bench.gpu.report import DONE, FAILED, kind, wrong_kinds
+from bench.gpu.report import CUT_OFF, ERROR, FAILED, LEFT_OUT, OK, kind, wrong_kinds
 from bench.gpu.workers import Lost, spread
 from bench.measure import timing
 from tests.tolerance import assert_near
@@ -73,17 +73,14 @@ def test_parts_are_judged_one_by_one(
     """A crash, a hang, and a part that had no time: the others go on, and each is listed; at most thirty lines in the end."""
     monkeypatch.setattr(gpu, "GRACE", 0.0)
     run = Run(options)
-    result = f'{DONE}[3, 0, "fine"]'
-    done, wrong = f"print({result!r}, flush=True)", f"print({FAILED!r}, flush=True)"
     parts = {
-        "good": (done, "ok"),
-        "wrong": (f"[{wrong} for _ in range(40)]; {done}", "FAILED, 40 rows"),
+        "good": ("print('fine')", "ended in"),
+        "wrong": (f"[print({ERROR!r}) for _ in range(40)]; sys.exit({FAILED})", "FAILED, 40 rows, ended in"),
         "crash": ("os.kill(os.getpid(), signal.SIGSEGV)", "crashed: signal SIGSEGV"),
-        "quits": ("pass", "crashed: exit status 0"),  # without having come to its end
-        "fails": (f"{done}; sys.exit(3)", "crashed: exit status 3"),
+        "raises": ("raise ValueError", "crashed: exit status 1"),  # which no row says
         "hang": ("time.sleep(600)", "cut off after"),
-        "slow": (done.replace("[3, 0", "[3, 4"), "cut off after"),
-        "nothing": (done.replace("[3, 0", "[0, 0"), "left out"),
+        "slow": (f"sys.exit({CUT_OFF})", "cut off after"),
+        "nothing": (f"sys.exit({LEFT_OUT})", "left out"),
     }
     statuses = []
     for part, (does, _) in parts.items():
@@ -93,10 +90,10 @@ def test_parts_are_judged_one_by_one(
         statuses.append(run.status())
     run.run("late", 0.5)
     for outcome, (_, status) in zip(run.outcomes, parts.values(), strict=False):
-        assert outcome.status.startswith(status), outcome
-    assert statuses[0] == 0 and set(statuses[1:]) == {1}
+        assert str(outcome).startswith(status), outcome
+    assert statuses[0] == OK and set(statuses[1:]) == {FAILED}
     run.outcomes = [outcome for outcome in run.outcomes if not outcome.has_failed]
-    assert len(run.outcomes) == 5 and run.status() == 3
+    assert len(run.outcomes) == 5 and run.status() == CUT_OFF
     assert len(run.summary().splitlines()) <= SUMMARY_LINES
     assert capsys.readouterr().out == (options.results / "log.txt").read_text()
 
@@ -139,4 +136,4 @@ def test_a_call_that_did_not_run_again_did_not_repeat(options: argparse.Namespac
     options.most = 3
     checks.repeats(options, report, 0.0)
     assert [row["status"] for row in report.checks.rows] == ["ok", "not run", "FAILED"]
-    assert (report.rows, report.skipped) == (2, 1)
+    assert report.status == FAILED

@@ -19,8 +19,8 @@ from typing import TypeVar
 from tqdm import tqdm
 
 from bench.measure.processes import processes
-from bench.report.progress import progress
 from bench.report.rows import in_one_line
+from bench.report.text import progress
 from bench.verbs.options import add_jobs, add_list
 from tests.check import check
 from tools.emulator.device import TARGETS
@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wrong, largest = 0, dict[str, float]()
     with processes(options.jobs) as map_all:
         rows = map_all(partial(row, tiles=dict(options.config)), subjects)
-        for _, (text, ratios) in zip(progress(subjects, str), rows, strict=False):
+        for _, (text, ratios) in zip(progress(subjects), rows, strict=False):
             tqdm.write(text)
             wrong += not ratios
             largest |= {name: max(ratio, largest.get(name, 0.0)) for name, ratio in ratios.items()}

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from bench.families import EVERY, FAMILIES
+from bench.families import FAMILIES
 from tests.cpu.whole_models import VISION, images
 from triton_relattn.integrations.transformers import enable
 
@@ -87,7 +87,7 @@ def subjects() -> Iterator[Subject]:
     for name, vision in VISION.items():
         pictures = functools.partial(images, name, BATCH, torch.float32)
         yield Subject(name, name, vision.model, vision.config, vision.sizes, lambda _, make=pictures: make())  # type: ignore[misc]
-    for family in EVERY:
+    for family in FAMILIES.values():
         if family.name in WHOLE or family.name in VISION:
             continue
         small = {**family.small, **dict.fromkeys(family.layers, LAYERS)}
