@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -29,46 +29,25 @@ Spec: TypeAlias = Any
 Results: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """Of a forward: out (B, Hq, Nq, Dv), lse (B, Hq, Nq) or (B, Hq, 0), and for the backward softmax_stats (B, Hq, 2, Nq) and extra.
 Those that an implementation does without have no elements."""
+Saved: TypeAlias = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+"""For a backward: out, softmax_stats and extra, None where they were not saved."""
 Gradients: TypeAlias = tuple[torch.Tensor | None, ...]
 """Of the tensors that are differentiable, in their order; None where none is needed or the tensor is absent."""
 
 
 class Implementation:
-    """One way to compute attention. Its methods get records that have been validated."""
+    """One way to compute attention, over a sequence and on a grid; its methods get records that have been validated."""
 
     name: str
-    saves_stats = False
-    """The backward needs out and softmax_stats."""
+    saves_stats = False  # whether the backward needs out and softmax_stats
+    saves_extra: Callable[[AttentionTensors, AttentionSpec], bool]  # whether the backward should have extra: save_extra below
+    empty_results: Callable[[Tensors, Spec, bool], Results]  # (tensors, spec, save_extra), also of tensors without memory
+    forward: Callable[[Tensors, Spec, bool], Results]  # (tensors, spec, save_extra)
+    backward: Callable[[torch.Tensor, torch.Tensor | None, Saved, Tensors, Spec, Sequence[bool]], Gradients]
 
     def why_not(self, query: torch.Tensor, value: torch.Tensor, rel_query: torch.Tensor | None = None) -> str | None:
         """Return why it cannot serve these tensors, with what to do about it; None if it can."""
         return None
-
-    def saves_extra(self, tensors: AttentionTensors, spec: AttentionSpec) -> bool:
-        """Return whether the forward of a call that is differentiated should save_extra."""
-        raise NotImplementedError
-
-    def empty_results(self, tensors: Tensors, spec: Spec, save_extra: bool) -> Results:
-        """Allocate what forward returns; also of tensors without memory."""
-        raise NotImplementedError
-
-    def forward(self, tensors: Tensors, spec: Spec, save_extra: bool) -> Results:
-        """Compute the results, among them extra, which spares the backward work or improves it, if it is to be saved."""
-        raise NotImplementedError
-
-    def backward(
-        self,
-        d_out: torch.Tensor,
-        d_lse: torch.Tensor | None,
-        out: torch.Tensor | None,
-        softmax_stats: torch.Tensor | None,
-        extra: torch.Tensor | None,
-        tensors: Tensors,
-        spec: Spec,
-        needs_grad: Sequence[bool],
-    ) -> Gradients:
-        """Compute the gradients that are needed. out, softmax_stats and extra are what has been saved, else None."""
-        raise NotImplementedError
 
 
 class Reference(Implementation):
@@ -83,8 +62,7 @@ class Reference(Implementation):
 
 
 class Blockwise(Implementation):
-    """Plain torch. The backward computes delta from its blocks, so it needs neither out nor statistics. extra of short calls:
-    the probabilities (B, Hq, Nq, Nk)."""
+    """Plain torch, whose backward needs no statistics. extra of short calls: the probabilities (B, Hq, Nq, Nk)."""
 
     name = "blockwise"
 
@@ -93,27 +71,26 @@ class Blockwise(Implementation):
         return not torch.compiler.is_compiling() and attention.keeps_probs(tensors, spec)
 
     def empty_results(self, tensors: Tensors, spec: Spec, save_extra: bool) -> Results:
+        query = tensors.query
         if isinstance(tensors, GridTensors):
-            return grids.new_out(tensors), *_empty_stats(tensors.query)
-        out, lse = new_like(tensors.query, tensors.value.shape[-1]), attention.new_lse(tensors, spec)
-        return out, lse, *self._saved(tensors, spec, save_extra)
+            return grids.new_out(tensors), *_empty_stats(query)
+        out, lse = new_like(query, tensors.value.shape[-1]), attention.new_lse(tensors, spec)
+        return out, lse, query.new_empty(0, dtype=lse.dtype), self._empty_probs(tensors, spec, save_extra)
 
     def forward(self, tensors: Tensors, spec: Spec, save_extra: bool) -> Results:
         with without_autocast(tensors.query.device):
             if isinstance(tensors, GridTensors):
                 return grids.forward(tensors, spec.scale, spec.dropout_p), *_empty_stats(tensors.query)
-            softmax_stats, probs = self._saved(tensors, spec, save_extra)
+            probs = self._empty_probs(tensors, spec, save_extra)
             method = short if short.serves(tensors, spec) else attention
             out, lse = method.forward(tensors, spec, probs if save_extra else None)
-        return out, lse, softmax_stats, probs
+        return out, lse, out.new_empty(0, dtype=lse.dtype), probs
 
     def backward(
         self,
         d_out: torch.Tensor,
         d_lse: torch.Tensor | None,
-        out: torch.Tensor | None,
-        softmax_stats: torch.Tensor | None,
-        extra: torch.Tensor | None,
+        saved: Saved,
         tensors: Tensors,
         spec: Spec,
         needs_grad: Sequence[bool],
@@ -121,21 +98,18 @@ class Blockwise(Implementation):
         with without_autocast(tensors.query.device):
             if isinstance(tensors, GridTensors):
                 return grids.backward(d_out, tensors, spec.scale, spec.dropout_p, needs_grad)
+            _, _, probs = saved
             method = short if short.serves(tensors, spec) else attention
-            return method.backward(d_out, d_lse, tensors, spec, needs_grad, extra)
+            return method.backward(d_out, d_lse, tensors, spec, needs_grad, probs)
 
-    def _saved(self, tensors: AttentionTensors, spec: AttentionSpec, save_extra: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Allocate softmax_stats, which is empty, and the probabilities, if they are saved.
-
-        Those of keys outside a block's window are 0: the backward, whose blocks depend on the number of threads at its time, may
-        read them.
-        """
-        query, dtype = tensors.query, compute_dtype(tensors.query.dtype)
-        nothing = query.new_empty(0, dtype=dtype)
+    def _empty_probs(self, tensors: AttentionTensors, spec: AttentionSpec, save_extra: bool) -> torch.Tensor:
+        """Allocate the probabilities, if they are saved."""
+        query = tensors.query
         if not save_extra:
-            return nothing, query.new_empty(0)
+            return query.new_empty(0)
+        # Of keys outside a block's window they are 0: the backward, whose blocks depend on the number of threads, may read them.
         new = query.new_empty if max(spec.window_left, spec.window_right) < 0 else query.new_zeros
-        return nothing, new((*query.shape[:3], tensors.key.shape[2]), dtype=dtype)
+        return new((*query.shape[:3], tensors.key.shape[2]), dtype=compute_dtype(query.dtype))
 
 
 def _empty_stats(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -195,13 +169,12 @@ class Triton(Implementation):
         self,
         d_out: torch.Tensor,
         d_lse: torch.Tensor | None,
-        out: torch.Tensor | None,
-        softmax_stats: torch.Tensor | None,
-        extra: torch.Tensor | None,
+        saved: Saved,
         tensors: Tensors,
         spec: Spec,
         needs_grad: Sequence[bool],
     ) -> Gradients:
+        out, softmax_stats, residual = saved
         with torch.cuda.device_of(d_out):
             if isinstance(tensors, GridTensors):
                 from .kernels.grid.backward import backward as grid_backward
@@ -210,7 +183,7 @@ class Triton(Implementation):
                     return grid_backward(d_out, out, softmax_stats, tensors, spec.scale, spec.dropout_p, needs_grad)
             from .kernels.backward import backward
 
-            return backward(d_out, d_lse, out, softmax_stats, tensors, spec, needs_grad, residual=extra)
+            return backward(d_out, d_lse, out, softmax_stats, tensors, spec, needs_grad, residual=residual)
 
 
 TRITON, BLOCKWISE, REFERENCE = Triton(), Blockwise(), Reference()

@@ -95,7 +95,7 @@ class AttentionOperator:
             d_lse = None
         elif d_lse is not None:  # for a query that sees nothing, merging of partial results may give NaN
             d_lse = d_lse.masked_fill(lse == -torch.inf, 0)
-        grads = IMPLEMENTATIONS[name].backward(d_out, d_lse, out, softmax_stats, extra, tensors, spec, needs_grad)
+        grads = IMPLEMENTATIONS[name].backward(d_out, d_lse, (out, softmax_stats, extra), tensors, spec, needs_grad)
         return tuple(d_out.new_empty(0) if grad is None else grad for grad in grads)
 
     def _backward_fake(self, d_out, d_lse, out, lse, softmax_stats, extra, *arguments) -> tuple[torch.Tensor, ...]:  # type: ignore[no-untyped-def]

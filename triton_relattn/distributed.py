@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from ._core import removed, validation
 from ._core.arguments import Arguments, Options, OptionsVarlen
+from ._core.dropout import draw_dropout
+from ._core.dtypes import with_wide_tables
 from ._core.names import require_names
 from ._core.spec import TABLES, AttentionSpec, AttentionTensors
 from ._distributed.attention import (
@@ -31,7 +33,6 @@ from ._distributed.attention import (
     zigzag,
 )
 from ._distributed.dtensors import attend_dtensors
-from ._distributed.strategies import draw_dropout, with_wide_tables
 from ._implementations import choose_implementation
 
 if TYPE_CHECKING:

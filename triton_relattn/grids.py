@@ -10,12 +10,11 @@ from functools import partial
 
 import torch
 
-from ._core.dropout import keep_mask, keep_scale
-from ._core.dtypes import autocast_dtype, cast, without_autocast
+from ._core.dropout import draw_dropout, keep_mask, keep_scale
+from ._core.dtypes import autocast_dtype, cast, widened, without_autocast
 from ._core.grids import GridSpec, GridTensors, grid_terms
 from ._core.validation import check_number, check_operand, check_pair, check_probability
 from ._core.warn import warn_once
-from ._distributed.strategies import draw_dropout, widened
 from ._implementations import REFERENCE, choose_implementation
 from ._operators import grid_attention
 

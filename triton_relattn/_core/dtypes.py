@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .spec import AttentionTensors
+from .spec import TABLES, AttentionTensors
 from .warn import untraced
 
 
@@ -69,3 +69,18 @@ def keeps_residual(tensors: AttentionTensors) -> bool:
     """
     has_scores_table = tensors.rel_key is not None or tensors.rel_bias is not None or tensors.rel_p2c is not None
     return has_scores_table and (tensors.query.dtype != torch.float32 or rounds_float32())
+
+
+def widened(table: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Return a table in the compute dtype of query; the gradient of a DTensor is added up over shards before it is rounded."""
+    wide: Any = table.to(compute_dtype(query.dtype))
+    if wide is table or not hasattr(table, "placements"):
+        return wide  # type: ignore[no-any-return]
+    return wide.redistribute(placements=table.placements)  # type: ignore[no-any-return]
+
+
+def with_wide_tables(tensors: AttentionTensors) -> AttentionTensors:
+    """Return the tensors of a call with tables that are DTensors widened."""
+    tables = {name: getattr(tensors, name) for name in TABLES}
+    wide = {name: widened(table, tensors.query) for name, table in tables.items() if hasattr(table, "placements")}
+    return tensors._replace(**wide)
