@@ -199,16 +199,9 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 def choose_implementation(
     name: str | None, query: torch.Tensor, value: torch.Tensor, rel_query: torch.Tensor | None = None
 ) -> Implementation:
-    """Return the implementation to use: the one asked for, or by default triton on a GPU that can run it, else blockwise.
-
-    On a GPU that cannot run triton the default comes with a warning that says why. Kernels on a GPU come with a warning if
-    Triton is newer than the newest that they were tested with, and by default if nobody has checked them on such a GPU. Each is
-    given once in a process.
-
-    Raises:
-        ValueError: an unknown name.
-        NotImplementedError: one was asked for and cannot run; there is no silent fallback.
-    """
+    """Return the implementation asked for, or by default triton on a GPU that can run it, else blockwise. A GPU that gets
+    blockwise by default, a Triton newer than the tests, and a GPU that nobody has checked come with a warning, once in a process.
+    There is no silent fallback for one that is asked for."""
     if name is None:
         if query.device.type != "cuda":
             return BLOCKWISE

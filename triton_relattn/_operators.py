@@ -139,8 +139,7 @@ class AttentionOperator:
 
 
 def is_differentiated(tensors: Iterable[torch.Tensor | None]) -> bool:
-    """Return whether a derivative by any of the tensors may be asked for, in reverse mode or in forward mode (which will be
-    refused)."""
+    """Return whether a derivative by any of the tensors may be asked for, in reverse or (to be refused) in forward mode."""
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
         return True
     return not torch.compiler.is_compiling() and forward_ad._current_level >= 0  # private: torch has no question for it

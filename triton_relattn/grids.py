@@ -197,11 +197,7 @@ def _check(
     key_grid: Grid | None,
     scale: float | None,
 ) -> tuple[Grid, Grid, float]:
-    """Return grid, key_grid and scale, with every default filled in.
-
-    Raises:
-        ValueError, TypeError: the arguments are not as :func:`decomposed_relative_attention` wants them.
-    """
+    """Check the arguments of decomposed_relative_attention; return grid, key_grid and scale, with every default filled in."""
     operands, tables = {"query": query, "key": key, "value": value}, {"rel_pos_h": rel_pos_h, "rel_pos_w": rel_pos_w}
     for name, tensor in (operands | tables).items():
         check_operand(name, tensor, query)

@@ -33,10 +33,7 @@ from .products import has_fast_fused_attention
 def probabilities(
     block: Block, out: torch.Tensor | None = None, lse: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return a block's probabilities, as matrices, and the derivative of softcap, None without softcap.
-
-    out: memory for them. lse: of softmax().
-    """
+    """Return a block's probabilities, as matrices, in memory that is given or new, and the derivative of softcap or None."""
     group, call = block.group, block.call
     out = block.scores("scores", call.dtype) if out is None else out
     # scale * Q K^T: [heads_per_key * M, D] @ [D, N]
@@ -69,13 +66,8 @@ def add_terms(block: Block, pairs: torch.Tensor) -> None:
 
 
 def softmax(scores: torch.Tensor, may_hide_rows: bool, lse: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute the probabilities in place of the scores. Each row sums to one, whatever the logits, or is zero if all its logits
-    are -inf.
-
-    Args:
-        may_hide_rows: whether there may be such rows.
-        lse: memory for the log-sum-exp of the rows, in their order; None: it is not computed, which saves passes.
-    """
+    """Compute the probabilities in place of the scores. A row sums to one, or is zero if all its logits are -inf (may_hide_rows:
+    some may be). lse: memory for the log-sum-exp of the rows; None saves passes."""
     hidden = largest = None
     if lse is not None or may_hide_rows:
         largest = scores.amax(-1, keepdim=True)
@@ -148,10 +140,8 @@ def new_lse(tensors: AttentionTensors, spec: AttentionSpec) -> torch.Tensor:
 def forward(
     tensors: AttentionTensors, spec: AttentionSpec, saved_probs: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute out (B, Hq, Nq, Dv) in the inputs' dtype, and lse, see new_lse().
-
-    saved_probs: memory for the probabilities, before dropout, for the backward; None: they are not saved.
-    """
+    """Compute out (B, Hq, Nq, Dv) in the inputs' dtype, and lse, see new_lse(). saved_probs: memory for the probabilities before
+    dropout, for the backward."""
     out, lse = new_like(tensors.query, tensors.value.shape[-1]), new_lse(tensors, spec)
     call = Call(tensors, spec, rounds_terms=saved_probs is None)  # what is saved must fit the logits of the backward
     forward_block = fused_block if can_fuse(call, saved_probs) else block_by_steps
@@ -234,9 +224,7 @@ def backward(
     saved_probs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of the tensors that spec.DIFFERENTIABLE names; None for those that are not wanted or not there.
-
-    saved_probs: the probabilities that the forward has saved; None: they are computed again.
-    """
+    saved_probs: the forward's; None: they are computed again."""
     call, inputs = Call(tensors, spec), wanted_by_name(tensors, wanted)
     call.gradients = {name: gradient_like(tensor) for name, tensor in inputs.items() if name not in TABLES}
     for name, gradient in call.gradients.items():

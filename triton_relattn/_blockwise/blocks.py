@@ -178,8 +178,7 @@ class Group:
         return keys if self.call.heads_per_key == 1 else keys.repeat_interleave(self.call.heads_per_key, 1)
 
     def panels(self, block: Block) -> list[tuple[slice, torch.Tensor]]:
-        """Return parts of a block's columns, and their keys, (sequences, heads, columns, width): the rows of bands of rel_p2c, of
-        which many columns are not needed if they have many rows."""
+        """Return parts of a block's columns and their keys, rows of bands of rel_p2c; large parts have many unneeded columns."""
         kind = block.start, block.num_columns
         if self._panels is None or self._panels[0] != kind:
             step, keys = max(self.num_rows // 2, min(self.num_rows, FEWEST_KEYS)), block.columns(self.keys_by_head)
@@ -206,8 +205,8 @@ class Group:
         return tensor.new_empty(*self.sizes, self.all_rows, tensor.shape[3], dtype=dtype)
 
     def new_columns(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """Return memory for sums of columns: of batches, a view of the keys of a (B, Hk, Nk, width) tensor if they are
-        contiguous. A single matrix is transposed in memory, for products that add to it are faster then."""
+        """Return memory for sums of columns, a view of the tensor if it can be; a single matrix is transposed, to be added to
+        faster."""
         width, dtype = tensor.shape[3], self.call.dtype
         if self.num_matrices == 1:
             return self.call.memory(name, (width, self.num_columns), dtype).mT

@@ -84,8 +84,7 @@ class Run(NamedTuple):
 
 
 def find_runs(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[list[Run], list[Run]]:
-    """Return the sequences with queries that see keys, and those with queries that see none. This reads the tensors of lengths
-    and offsets, and so waits for a GPU."""
+    """Return the sequences with queries that see keys, and those whose queries see none. This waits for a GPU."""
     query, key, is_packed = tensors.query, tensors.key, tensors.cu_seqlens_q is not None
     count, num_queries, num_keys = tensors.num_sequences, query.shape[2], key.shape[2]
     lengths = [num_keys] * count if tensors.key_lengths is None else tensors.key_lengths.clamp(0, num_keys).tolist()
@@ -147,8 +146,7 @@ class Cut:
         self.elements = self.sizes.elements * threads_for(tensors, self.sizes.elements)
 
     def groups(self, runs: list[Run]) -> Iterator[tuple[list[Run], slice, int, Products]]:
-        """Yield sequences, heads, the most queries of a block, and how products are computed. Together the groups have all heads
-        of all runs."""
+        """Yield sequences, heads, the most queries of a block, and the products of groups, which have all heads of all runs."""
         is_cpu, dtype = self.tensors.query.device.type == "cpu", compute_dtype(self.tensors.query.dtype)
         heads_per_key, short = self.heads // max(self.key_heads, 1), []
         for run in runs if self.heads else ():

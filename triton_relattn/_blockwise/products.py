@@ -108,10 +108,8 @@ class Memory:
 
 
 class Products:
-    """Products of matrices, left (m, k) and right (k, n), or of batches of them.
-
-    step: m, n and k should be multiples of it, but for the width of a head; band_step: and the columns of bands of it.
-    """
+    """Products of matrices, or of batches of them. step: sizes should be multiples of it, but for the width of a head; band_step:
+    and the columns of bands of this."""
 
     def __init__(self, by_onednn: bool) -> None:
         self.by_onednn = by_onednn
@@ -153,9 +151,8 @@ class Products:
 
 
 def transposed(right: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return right^T as an operand of products with matrices of num_rows rows: a view, or a copy where batches of products with
-    the view take longer: two to three times as long on an Intel Xeon with AVX-512, where a copy of a square matrix takes half a
-    product."""
+    """Return right^T as an operand of products with matrices of num_rows rows: a view, or a copy where products of batches with a
+    view take two to three times as long (on an Intel Xeon with AVX-512, where a copy takes half a product)."""
     pays = right.dim() == 3 and right.numel() >= FEWEST_COPIED and 2 * num_rows >= right.shape[1]
     return right.mT.contiguous() if pays else right.mT
 
@@ -173,15 +170,9 @@ def takes_onednn(dtype: torch.dtype) -> bool:
 
 @functools.cache
 def chooses_onednn() -> bool:
-    """Return whether oneDNN computes float32 products of long sequences on a CPU, chosen once a process.
-
-    The environment variable TRITON_RELATTN_CPU_PRODUCT chooses "onednn" or "torch". Without it a probe of a few milliseconds
-    does: the results' last bits differ, so they repeat where the choice is the same.
-
-    Raises:
-        ValueError: the variable has another value.
-        NotImplementedError: it asks for "onednn", which this torch lacks.
-    """
+    """Return whether oneDNN computes float32 products of long sequences on a CPU, chosen once a process: by the variable
+    TRITON_RELATTN_CPU_PRODUCT or else by a probe of milliseconds. Results have the same last bits where the choice is the
+    same."""
     choice = os.environ.get(VARIABLE, "")
     if choice not in ("", "onednn", "torch"):
         raise ValueError(f'{VARIABLE} must be "onednn" or "torch", got {choice!r}')

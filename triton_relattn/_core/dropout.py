@@ -24,18 +24,15 @@ def draw_seed(device: torch.device | str | None = None) -> torch.Tensor:
 
 
 def origins_of(num_sequences: int, num_heads: int, device: torch.device) -> torch.Tensor:
-    """Return as what dropout counts sequence, head, first query and first key in a whole call: AttentionTensors.dropout_origins.
-    A part of it, with what belongs to it, is dropped as in the whole."""
+    """Return AttentionTensors.dropout_origins of a whole call; a part of them, with its part of the tensors, drops as the whole
+    does."""
     numbers = torch.cartesian_prod(*(torch.arange(count, device=device) for count in (num_sequences, num_heads)))
     return torch.nn.functional.pad(numbers.view(num_sequences, num_heads, 2), (0, 2))
 
 
 def draw_dropout(query: torch.Tensor, num_sequences: int) -> dict[str, torch.Tensor]:
-    """Draw dropout_seed for a call; of DTensors also return dropout_origins, to be cut as query is.
-
-    All ranks of a mesh have the largest of their seeds, so that replicas stay replicas; it is that of one process if their
-    generators are in the same state.
-    """
+    """Draw dropout_seed for a call. Of a DTensor also return dropout_origins, to be cut as query is, and let all ranks have the
+    largest of their seeds, so that replicas stay replicas."""
     seed = draw_seed(query.device)
     if not hasattr(query, "placements"):
         return {"dropout_seed": seed}

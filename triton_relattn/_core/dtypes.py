@@ -25,8 +25,7 @@ def gradient_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def has_autocast(device_type: str) -> bool:
-    """Return whether torch.autocast supports a type of device. Types that torch compiles for have it, so compiled code does not
-    ask: torch 2.11 cannot trace the question."""
+    """Return whether torch.autocast supports a device. Compiled code does not ask: torch 2.11 cannot trace the question."""
     return device_type != "meta" if torch.compiler.is_compiling() else torch.amp.is_autocast_available(device_type)
 
 
@@ -62,11 +61,8 @@ def rounds_float32() -> bool:
 
 
 def keeps_residual(tensors: AttentionTensors) -> bool:
-    """Return whether the kernels' backward needs an exact delta (kernels/delta.py), so the residual of out: what rounding took.
-
-    It does with a table for the scores, in whose gradient errors of delta add up. If products are in full float32, out is as
-    exact as they are.
-    """
+    """Return whether the kernels' backward needs an exact delta (kernels/delta.py), so the residual of out: with a table for the
+    scores, in whose gradient errors of delta add up, unless products are in full float32."""
     has_scores_table = tensors.rel_key is not None or tensors.rel_bias is not None or tensors.rel_p2c is not None
     return has_scores_table and (tensors.query.dtype != torch.float32 or rounds_float32())
 

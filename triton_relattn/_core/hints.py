@@ -25,10 +25,8 @@ LAYOUT = "query, key and value look like (batch, length, heads, width); .transpo
 
 
 def hint_for(error: str, given: Arguments) -> str:
-    """Return what to write instead of a wrong argument, by which the error begins; "" if that is not known.
-
-    Arguments are checked in their order: those before the wrong one are right.
-    """
+    """Return what to write instead of the argument by which an error begins, "" if that is not known. Those before it are
+    right."""
     name = re.match(r"\w*", error)[0]  # type: ignore[index]
     return next((text for applies, text in _hints(name, given) if applies), "")
 
@@ -347,10 +345,8 @@ def _hidden_by_position(given: Arguments, tensors: AttentionTensors, spec: Atten
 
 
 def _mask_values(given: Arguments, tensors: AttentionTensors, spec: AttentionSpec) -> str | None:
-    """Masks that hide everything, the opposite of what is meant, or nothing at all.
-
-    The whole mask is read only if what the last query or the first key has looks wrong.
-    """
+    """Masks that hide everything, the opposite of what is meant, or nothing. The whole mask is read only if a corner looks
+    wrong."""
     mask = tensors.attn_mask
     if mask is None or not mask.numel() or not has_values(mask):
         return None

@@ -85,11 +85,8 @@ class AttentionSpec(NamedTuple):
     """Compute lse; else "blockwise" leaves it out, (B, Hq, 0)."""
 
     def coverage(self, has_one_offset: bool = True) -> str:
-        """Return "full" if the tables have a row for every visible pair; else "clamp" or "zero", what applies beyond their ends.
-
-        Args:
-            has_one_offset: false if sequences have query_offsets of their own.
-        """
+        """Return "full" if the tables have a row for every visible pair; else "clamp" or "zero", what applies beyond their
+        ends."""
         farthest_past, farthest_future = self.farthest(has_one_offset)
         if self.first <= farthest_past and farthest_future <= self.last:
             return "full"

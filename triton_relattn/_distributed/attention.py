@@ -30,13 +30,8 @@ LAYOUTS = ("contiguous", "zigzag")
 
 
 def layout_of_ranks(layout: str, sizes: Sequence[int]) -> Layout:
-    """Return the layout of a sequence of which the ranks have so many positions.
-
-    "contiguous": one range of any size each, in the order of the ranks. "zigzag": see there.
-
-    Raises:
-        ValueError: an unknown layout, or sizes that it does not have.
-    """
+    """Return the layout of a sequence of which the ranks have so many positions; ValueError if it cannot have these sizes.
+    "contiguous": a range of any size each, in the order of the ranks."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {LAYOUTS}, got {layout!r}")
     if layout == "contiguous":
@@ -49,8 +44,7 @@ def layout_of_ranks(layout: str, sizes: Sequence[int]) -> Layout:
 
 
 def zigzag(total: int, size: int) -> Layout:
-    """Return the layout in which rank r has number r and number 2 * size - 1 - r of 2 * size pieces, as equal as can be: with a
-    causal mask all ranks then have as much to compute."""
+    """Return the layout in which rank r has pieces r and 2 * size - 1 - r, of equal size: equal work under a causal mask."""
     starts = [number * total // (2 * size) for number in range(2 * size + 1)]
     pieces = [range(start, stop) for start, stop in pairwise(starts)]
     return [[pieces[rank], pieces[-1 - rank]] for rank in range(size)]
@@ -121,10 +115,7 @@ def _(tensor: torch.Tensor, group: str) -> torch.Tensor:
 
 
 class Exchange(torch.autograd.Function):
-    """A message of which each rank gets a part, for one from each rank; gradients go back where the message came from.
-
-    arriving, leaving: numbers of elements that come from each rank, and that go to each. group: its name.
-    """
+    """A message of which each rank gets a part, for one from each rank. arriving, leaving: numbers of elements by rank."""
 
     generate_vmap_rule = True
 
@@ -212,10 +203,7 @@ def attend(
     method: str,
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out and lse of the rank's queries over the keys of all ranks, with gradients; lse only with return_lse.
-
-    tensors: the rank's. spec: of the whole call.
-    """
+    """Return out and lse (only with return_lse) of the rank's queries over the keys of all ranks. spec: of the whole call."""
     if tensors.dropout_seed is not None and tensors.dropout_origins is None:
         origins = origins_of(tensors.num_sequences, tensors.query.shape[1], tensors.query.device)
         tensors = tensors._replace(dropout_origins=origins)
@@ -241,11 +229,7 @@ def _attend_with_heads(
     key_layout: Layout,
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to whole sequences with the rank's share of the heads.
-
-    Raises:
-        ValueError: the ranks do not divide the heads, or a mask has rows, of which each rank would need all.
-    """
+    """Attend to whole sequences with the rank's share of the heads."""
     rank, size = dist.get_rank(group), len(query_layout)
     heads, mask = tensors.query.shape[1], tensors.attn_mask
     check_heads(heads, tensors.key.shape[1], size)
@@ -289,11 +273,8 @@ def visible_keys(tensors: AttentionTensors, spec: AttentionSpec, queries: range)
 def piece_call(
     tensors: AttentionTensors, spec: AttentionSpec, queries: range, rows: slice
 ) -> tuple[AttentionTensors, AttentionSpec]:
-    """Return the call of some of a rank's queries: at these positions of the sequence, and in these rows of its tensors.
-
-    tensors: keys and values of all ranks; lengths, offsets and starts of the whole call; attn_mask of the rank's queries and all
-    keys.
-    """
+    """Return the call of some of a rank's queries, at these positions of the sequence and in these rows of its tensors. tensors:
+    keys, values, lengths, offsets and starts of the whole call; attn_mask of the rank's queries and all keys."""
     keys = visible_keys(tensors, spec, queries)
     between = queries.start - keys.start
     offsets, mask = tensors.query_offsets, tensors.attn_mask

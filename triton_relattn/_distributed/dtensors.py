@@ -23,17 +23,9 @@ def attend_dtensors(
     layout: str = "contiguous",
     return_lse: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out and lse as DTensors, placed as query is.
-
-    Gradients of tables come as partial sums, which DTensor adds up; that of a plain table, which all ranks have, stays the rank's
-    part. Plain masks, lengths and offsets are those of the whole call. Heads of the key that the ranks do not divide are
-    gathered, and each rank takes those of its heads of the query.
-
-    Raises:
-        ValueError: placements of query other than positions by one mesh dimension, and batch, heads or nothing by others; with
-            "all_to_all", heads that the ranks do not divide.
-        TypeError: key, value, rel_query, or a table of sharded heads is no DTensor.
-    """
+    """Return out and lse as DTensors, placed as query is. Gradients of tables are partial sums, which DTensor adds up; that of a
+    plain table, which all ranks have, stays the rank's part. Plain masks, lengths and offsets are those of the whole call. Key
+    heads that the ranks do not divide are gathered, and each rank takes those of its query heads."""
     query: Any = tensors.query
     mesh, placements = query.device_mesh, tuple(query.placements)
     allowed = (Shard(0), Shard(1), Shard(2), Replicate())
@@ -85,11 +77,8 @@ def attend_dtensors(
 
 
 def spread_positions(tensors: Sequence[torch.Tensor], mesh: Any) -> tuple[DTensor, ...]:
-    """Return (B, H, N, width) tensors, of which each rank has its positions, as DTensors.
-
-    Raises:
-        ValueError: on all ranks, if they have other numbers of positions than a DTensor's shards.
-    """
+    """Return (B, H, N, width) tensors, of which each rank has its positions, as DTensors. Wrong sizes are an error on all
+    ranks."""
     ranks = gather_sizes([tensor.shape[2] for tensor in tensors], tensors[0].device, mesh.get_group())
     dtensors = []
     for tensor, *sizes in zip(tensors, *ranks, strict=True):
@@ -111,10 +100,7 @@ def new_dtensor(tensor: torch.Tensor, mesh: Any, placements: Sequence[Any], shap
 
 
 def with_key_heads(tensors: AttentionTensors, heads: range, sharing: int) -> AttentionTensors:
-    """Return the tensors with the heads of key and value that these heads of the query share, each for as many of them.
-
-    A head of the key is repeated if the range cuts its heads of the query into parts of their own.
-    """
+    """Select the heads of key and value that these query heads share: a key head twice if the range cuts its query heads."""
     step = math.gcd(sharing, heads.start, heads.stop)
     index = torch.tensor([head // sharing for head in heads[::step]], dtype=torch.int64, device=tensors.key.device)
     return tensors._replace(key=tensors.key.index_select(1, index), value=tensors.value.index_select(1, index))

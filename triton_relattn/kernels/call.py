@@ -169,13 +169,8 @@ def fixed(
     operands: tuple[Extent, ...],
     others: tuple[Extent, ...],
 ) -> Fixed:
-    """Compute what does not depend on the values of tensors.
-
-    Args:
-        precision: of float32 products; see architectures.input_precision.
-        operands: in the order of Operands.
-        others: further tensors that kernels address by batch entry, head and row.
-    """
+    """Compute what does not depend on the values of tensors. operands: in the order of Operands. others: further tensors that
+    kernels address by batch entry, head and row."""
     query, key, value, rel_query, rel_key, rel_value, rel_bias, _, rel_p2c = operands
     assert query is not None and key is not None and value is not None
     (_, num_heads, _, head_dim), key_heads, value_dim = query[0], key[0][1], value[0][-1]
@@ -272,12 +267,8 @@ class Call:
         others: Iterable[torch.Tensor | None] = (),
         arch: str | None = None,
     ) -> None:
-        """Collect the arguments of a call.
-
-        Args:
-            others: further tensors of the user's that kernels address by batch entry, head and row; they may need 64-bit offsets.
-            arch: an architecture to use instead of the device's.
-        """
+        """others: further tensors that kernels address by batch entry, head and row. arch: in place of the device's
+        architecture."""
         query, key = tensors.query, tensors.key
         self.heads, self.key_heads = query.shape[1], key.shape[1]
         self.num_sequences = tensors.num_sequences
@@ -319,12 +310,8 @@ class Call:
         self.inputs, self.described = self.inputs._replace(far_keys=strided(far_keys)), None
 
     def launch(self, name: str, kernel: Any, config: TileConfig, programs: tuple[int, ...], **arguments: Any) -> None:
-        """Launch one of KERNELS, in so many programs, with the arguments that all kernels share.
-
-        Raises:
-            DoesNotFit: a selected configuration does not fit the GPU; selection.until_it_fits starts again.
-            OutOfResources: a configuration that was asked for does not fit the GPU.
-        """
+        """Launch one of KERNELS, in so many programs, with the arguments that all kernels share. OutOfResources: a configuration
+        that was asked for does not fit the GPU; one that was selected is replaced (selection.until_it_fits)."""
         options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         if config.max_registers is not None:
             options["maxnreg"] = config.max_registers
@@ -353,11 +340,7 @@ class Call:
         return (*operands, *vectors, dropout.seed, dropout.origins)
 
     def tile(self, kernel: str, config: TileConfig | None = None) -> TileConfig:
-        """Return the configuration for one of KERNELS: the given one, or else the one selected for this call.
-
-        Raises:
-            ValueError: the given configuration is not valid.
-        """
+        """Return the configuration for one of KERNELS: the given one, if it is valid, or else the one selected for this call."""
         if config is None:
             config = self.selected[kernel] = selection.select(kernel, self.arch, self.kind, self.length)
             return config

@@ -178,13 +178,9 @@ def forward_kernel(
 def forward(
     tensors: AttentionTensors, spec: AttentionSpec, config: TileConfig | None = None, keeps_residual: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return out (B, H, Nq, Dv) in query's memory order and dtype, lse (B, H, Nq) float32, and for the backward statistics
-    and the residual of out.
-
-    The statistics, (B, H, 2, Nq) float32, are the maximum of each query's scores and the logarithm of their sum of exponentials.
-    lse, which is both in one number, has no digits left for the sum where logits are large. The residual is like out, and None
-    unless it is to be kept; see delta.py.
-    """
+    """Return out (B, H, Nq, Dv) in query's memory order and dtype, lse (B, H, Nq) float32, and for the backward the statistics,
+    (B, H, 2, Nq), and the residual of out, None unless it is to be kept; see delta.py. The statistics are each query's maximum
+    and the logarithm of its sum of exponentials; lse, both in one number, has no digits left for the sum of large logits."""
     query = tensors.query
     heads, seqlen_q = query.shape[1:3]
     out = new_like(query, tensors.value.shape[-1])

@@ -25,8 +25,8 @@ _unspecialized: dict[Any, frozenset[str]] = {}
 
 
 def described(argument: Any) -> Any:
-    """Return all that Triton may compile a kernel for of an argument: of a tensor its dtype and alignment, of a group what that
-    is of each member, of anything else the value."""
+    """Return all that Triton may compile for of an argument: a tensor's dtype and alignment, each member of a group, or the
+    value."""
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % ALIGNMENT
     return tuple(map(described, argument)) if isinstance(argument, tuple) else argument
@@ -41,13 +41,8 @@ def launch(
     compiled: dict[Any, Any],
     key: tuple[Any, ...],
 ) -> None:
-    """Launch a kernel as ``kernel[programs](**shared, **arguments, **options)`` does.
-
-    Args:
-        shared: arguments that all launches with the same key have in common.
-        compiled: kernels of earlier launches, by all that Triton compiled them for.
-        key: stands for shared, options and what else Triton may compile for, but the device and the arguments.
-    """
+    """Launch a kernel as ``kernel[programs](**shared, **arguments, **options)`` does. key stands for shared, options and what
+    else Triton may compile for, but the device and the arguments; compiled has the kernels of earlier launches."""
     # Triton does no more than launch: it is neither interpreted nor replaced, nor asked to compile in another way.
     is_usual = (
         isinstance(kernel, JITFunction)

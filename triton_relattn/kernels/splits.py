@@ -87,8 +87,8 @@ def merge_kernel(
 
 
 def number_of_splits(spec: AttentionSpec, tile: TileConfig, programs: int, device: torch.device) -> int:
-    """Return how many programs share the keys of a block of queries. If all queries of a head are one block, they are as many as
-    the multiprocessors have room for beside ``programs`` blocks."""
+    """Return how many programs share the keys of a block of queries: more than one if all queries of a head are one block, and
+    multiprocessors are left beside ``programs``."""
     if spec.max_seqlen_q > tile.block_m:
         return 1
     keys = spec.max_seqlen_k

@@ -109,11 +109,7 @@ def tune(
 
 
 def profile_of(device: torch.device) -> Path:
-    """Return the path of the user's profile for a device.
-
-    Raises:
-        OSError: the user has no folder for it.
-    """
+    """Return the path of the user's profile for a device; OSError if the user has no folder for it."""
     path = selection.profile_path(architectures.architecture(device))
     if path is None:
         raise OSError("there is no folder for the profile: name one by TRITON_RELATTN_CACHE")
@@ -219,14 +215,8 @@ def _provenance(device: torch.device) -> str:
 
 
 def save(path: Path, arch: str, row: selection.Row, comment: str) -> None:
-    """Add a row to a profile, above those that it has, in place of one of the same kind, and let this be its only comment.
-
-    The file is replaced in one step: a process that reads it meanwhile gets the old content or the new.
-
-    Raises:
-        OSError: the folder cannot be made or written.
-        ValueError: the row is one that selection.load would not take; nothing is written.
-    """
+    """Put a row at the top of a profile, in place of one of its kind, and this comment. The file is replaced in one step, for the
+    processes that read it. ValueError: selection.load would not take the row."""
     path.parent.mkdir(parents=True, exist_ok=True)
     others = [other for other in selection.load(path, arch) if other.kind != row.kind]
     text = io.StringIO()

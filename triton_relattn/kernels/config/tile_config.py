@@ -56,8 +56,8 @@ class TileConfig:
         return replace(self, block_n=self.block_n // 2)
 
     def why_invalid(self, arch: str, has_table: bool, kernel: str | None = None) -> str | None:
-        """Return the rule that forbids this configuration for a kernel, or, if that is None, for any; None if none does. Only
-        compiling tells whether it fits."""
+        """Return the rule that forbids this configuration for a kernel, or for any (None). Only compiling tells whether it
+        fits."""
         for name, value in (("block_m", self.block_m), ("block_n", self.block_n), ("num_warps", self.num_warps)):
             if value < 1 or value & (value - 1):
                 return f"{name} must be a power of two, got {value}"

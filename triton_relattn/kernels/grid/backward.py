@@ -228,14 +228,8 @@ def backward(
     wanted: Sequence[bool] = (True,) * 5,
     tiles: Mapping[str, TileConfig] | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of query, key, value, rel_h and rel_w; None for those that are not wanted.
-
-    Memory beyond the gradients: for each query two numbers, d_query in float32, its terms, and twice as many sums.
-
-    Args:
-        softmax_stats: as the forward returns them.
-        tiles: configurations by the names of kernels, in place of the selected ones.
-    """
+    """Return the gradients of query, key, value, rel_h and rel_w; None for those that are not wanted. tiles: configurations by
+    kernel. Memory beside them: per query two numbers, d_query in float32, its terms, and twice as many sums."""
     if d_out.numel() == 0:
         return tuple(tensor.new_zeros(tensor.shape) if want else None for tensor, want in zip(tensors, wanted, strict=False))
     query, key, value = tensors[:3]

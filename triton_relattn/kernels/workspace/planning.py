@@ -95,15 +95,9 @@ def given_limit() -> int | None:
 
 
 def plan(call: Call, tensors: AttentionTensors, spec: AttentionSpec, dkv: TileConfig, most_bytes: int | None = None) -> Plan:
-    """Return the workspace of a call, whichever gradients are wanted, so that a gradient has the same bits alone.
-
-    Its limit is TRITON_RELATTN_WORKSPACE or, if that is not set, 256 MiB, or as much as query, key and value take, or one wave of
-    the dkv kernel's programs needs (with the rest of a head, if that is little), whichever is most.
-
-    Args:
-        dkv: the configuration of the dkv kernel.
-        most_bytes: another limit. A workspace for one block of keys of one head may have more.
-    """
+    """Return the workspace of a call, whichever gradients are wanted, so that a gradient has the same bits alone. Its limit is
+    most_bytes, TRITON_RELATTN_WORKSPACE or else the most of 256 MiB, what query, key and value take, and what one wave of the dkv
+    kernel's programs needs (with the rest of a head, if that is little). It always has one block of keys of one head."""
     query, key, value = tensors.query, tensors.key, tensors.value
     most_bytes, usual = given_limit() if most_bytes is None else most_bytes, 0
     if most_bytes is None:
@@ -186,13 +180,8 @@ def _part_size(count: int, most: int, programs: int, multiprocessors: int, at_on
 def allocated(
     call: Call, tensors: AttentionTensors, spec: AttentionSpec, dkv: TileConfig, wants_ds: bool, wants_probs: bool
 ) -> tuple[Plan, torch.Tensor | None, torch.Tensor | None]:
-    """Return the workspace of a call, and memory for dS and P, each None if it is not wanted.
-
-    Where torch has no memory for it, the workspace is made smaller, with a warning: sums of other parts have other last bits.
-
-    Raises:
-        OutOfMemoryError: there is no memory for one block of keys of one head.
-    """
+    """Return the workspace of a call, and memory for dS and P, each None if it is not wanted. Where torch has no memory for it,
+    it is made smaller, with a warning, as sums then have other last bits; or an OutOfMemoryError if that is not enough."""
     query, found = tensors.query, plan(call, tensors, spec, dkv)
     if not wants_ds and not wants_probs:  # nothing is stored: all in one part
         return found._replace(step=found.units * found.blocks, columns=found.blocks * dkv.block_n), None, None

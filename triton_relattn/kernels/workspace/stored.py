@@ -45,11 +45,8 @@ def table_items(table_head, first_item, num_heads, PER_HEAD: tl.constexpr):
 
 @triton.jit
 def first_column_key(row_start, query_offset, first_key, window, LAYOUT: tl.constexpr):
-    """Return the key of column 0 of the workspace, for a block of queries from row_start on.
-
-    It is the first key that the workspace has. If that has a band, queries are taken block_m at a time, and it is the first key
-    in the window of the first of them.
-    """
+    """Return the key of column 0 of the workspace, for a block of queries from row_start on: the first that it has or, with a
+    band, in the window of the first of block_m queries."""
     if LAYOUT.is_band:
         aligned = ((query_offset - window[0]) >> 4) * ALIGNMENT  # a product, so that the compiler knows
         return row_start // LAYOUT.block_m * LAYOUT.block_m + aligned

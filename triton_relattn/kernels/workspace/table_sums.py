@@ -21,11 +21,7 @@ PROGRAMS_PER_MULTIPROCESSOR = 4  # of the dtable kernel, whose loops differ in l
 
 def table_splits(device: torch.device, programs: int, units: int) -> int:
     """Return how many programs share each block of a table's rows: as few as keep the device busy, since each has its own sum.
-
-    Args:
-        programs: the number of blocks of rows, of all tables.
-        units: the number of things that the programs of a block share out: batch entries, times heads if those share the table.
-    """
+    programs: blocks of rows of all tables. units: what the programs of a block share out, blocks of queries of an item."""
     return max(1, min(units, PROGRAMS_PER_MULTIPROCESSOR * architectures.multiprocessors(device) // programs))
 
 
@@ -104,11 +100,8 @@ class TableSums:
         far_probs: torch.Tensor | None,
         far_key_sums: torch.Tensor | None,
     ) -> None:
-        """Write the gradients: add up the partial sums, and add to the end rows of a clamped table what lies beyond it.
-
-        far_sums, far_probs: sums of dS and of P over the keys beyond, [B, H, 2, Nq]. far_key_sums: sums of dS over the queries
-        beyond, [B, H, 2, Nk].
-        """
+        """Write the gradients: add up the partial sums, and add to the end rows of a clamped table what lies beyond it: far_sums
+        and far_probs, sums of dS and P over keys [B, H, 2, Nq], and far_key_sums, of dS over queries [B, H, 2, Nk]."""
         if self.is_clamped:
             with without_autocast(key.device):
                 beyond = self._beyond(key, d_out, far_sums, far_probs, far_key_sums)
