@@ -24,8 +24,7 @@ from ._core.warn import untraced, warn_once
 from ._reference import resolved_reference
 
 Tensors: TypeAlias = AttentionTensors | GridTensors
-Spec: TypeAlias = Any
-"""AttentionSpec with AttentionTensors, GridSpec with GridTensors."""
+Spec: TypeAlias = Any  # AttentionSpec with AttentionTensors, GridSpec with GridTensors
 Results: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """Of a forward: out (B, Hq, Nq, Dv), lse (B, Hq, Nq) or (B, Hq, 0), and for the backward softmax_stats (B, Hq, 2, Nq) and extra.
 Those that an implementation does without have no elements."""
@@ -283,8 +282,7 @@ def _why_no_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-NEWEST_TRITON = (3, 9)
-"""The newest version of Triton that the tests have compiled every kernel with; see docs/versions.md."""
+NEWEST_TRITON = (3, 9)  # the newest version of Triton that the tests have compiled every kernel with; see docs/versions.md
 
 
 @functools.cache
@@ -314,8 +312,7 @@ def _warn_of_untested_triton(device: torch.device) -> None:
 
 MEASURED = frozenset({(9, 0)})
 """Compute capabilities of the GPUs that have passed: bench/results/h100. They get no warning."""
-CHECKED = "checked"
-"""The folder that remembers checks, in that of the user's files."""
+CHECKED = "checked"  # the folder that remembers checks, in that of the user's files
 
 
 @functools.cache

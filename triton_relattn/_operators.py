@@ -149,8 +149,7 @@ class OperatorFunction(torch.autograd.Function):
     """An operator as autograd and torch.func see it."""
 
     operator: Any
-    num_differentiable: int
-    """The derivative may be asked for by so many of its first arguments."""
+    num_differentiable: int  # the derivative may be asked for by so many of its first arguments
 
     @classmethod
     def forward(cls, *arguments: Any) -> Any:

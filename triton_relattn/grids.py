@@ -18,8 +18,7 @@ from ._core.warn import warn_once
 from ._implementations import REFERENCE, choose_implementation
 from ._operators import grid_attention
 
-Grid = tuple[int, int]
-"""Height and width."""
+Grid = tuple[int, int]  # height and width
 MAX_EMBEDDING_ROWS = 3072
 """Rows whose gradient torch's embedding sums in one kernel on a GPU. With more it sorts them, and on an H100 with torch 2.11 the
 gradients of tables of 4,096 and 4,900 did not repeat bit for bit."""

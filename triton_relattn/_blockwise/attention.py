@@ -275,8 +275,7 @@ class Gradients:
         self.keys_by_head = None
         if "rel_p2c" in group.tables and "key" in wanted:
             self.keys_by_head = torch.zeros_like(group.keys_by_head)
-        self.beta = 0
-        """0 as long as no block has written to key and value."""
+        self.beta = 0  # 0 as long as no block has written to key and value
 
     def write(self) -> None:
         """Write what is complete to the gradients of the call's tensors."""

@@ -107,8 +107,7 @@ class Table:
         self.first, self.last, self.low = first, first + table.shape[1] - 1, positions.start
         start, stop = (min(max(end, positions.start), positions.stop) for end in (first, self.last + 1))
         self.own = slice(start - first, stop - first) if start < stop else slice(0, 0)
-        self.inside = slice(start - self.low, stop - self.low)
-        """Rows of the table, and where they are among the positions."""
+        self.inside = slice(start - self.low, stop - self.low)  # rows of the table, and where they are among the positions
         lowest, highest = visible[0][0], max(high for _, high in visible)
         self.has_far = (clamp and lowest < first, clamp and highest > self.last + 1)
         """Whether pairs are before the table's first row, and behind its last one, and have its term."""

@@ -21,10 +21,8 @@ from .masks import Limits, triangles
 from .products import Memory, Products, product_dtype, transposed
 from .rows import Gather, Slices
 
-FEWEST_VIEWED = 8
-"""Blocks from which a table that has all positions is not copied."""
-FEWEST_KEYS = 32
-"""Keys of a band of rel_p2c: products with fewer are slow."""
+FEWEST_VIEWED = 8  # blocks from which a table that has all positions is not copied
+FEWEST_KEYS = 32  # keys of a band of rel_p2c: products with fewer are slow
 
 
 def may_be_infinite(tensors: AttentionTensors) -> bool:
@@ -122,8 +120,7 @@ class Group:
         self.runs, self.sizes = runs, (sum(run.count for run in runs), heads.stop - heads.start)
         self.num_matrices = self.sizes[0] * (key_heads.stop - key_heads.start)
         self.num_queries, self.num_keys = aligned_shape(runs)
-        self.base = min(run.start - run.offset for run in runs)
-        """The position of row 0 and column 0."""
+        self.base = min(run.start - run.offset for run in runs)  # the position of row 0 and column 0
         self.num_blocks = -(-self.num_queries // most_rows)
         self.num_rows = up(-(-self.num_queries // self.num_blocks), step)
         """Rows of a block, as even as possible; the last one has fewer if products take them."""
@@ -135,8 +132,7 @@ class Group:
         """All that a band of its blocks may have."""
         self.visible = tuple(sorted({self._visible(run) for run in runs}))
         """From the lowest to the highest position that the pairs of each sequence have."""
-        self.is_uniform = len(runs) == 1
-        """Whether its queries and keys are views of the tensors."""
+        self.is_uniform = len(runs) == 1  # whether its queries and keys are views of the tensors
         self.query_rows: Slices | Gather
         self.key_rows: Slices | Gather
         if self.is_uniform:
@@ -243,8 +239,7 @@ class Block:
         self.start, self.num_keys = start, max(stop - start, 0)
         self.num_columns = up(self.num_keys, step)
         self.has_all_columns = self.num_columns == group.num_columns
-        self.base = group.base + start - row
-        """The position of row 0 and column 0."""
+        self.base = group.base + start - row  # the position of row 0 and column 0
         self.shape = (*group.sizes, self.num_rows, self.num_columns)
         self.is_matrix = group.sizes == (1, 1)
         matrix = group.call.heads_per_key * self.num_rows, self.num_columns

@@ -26,16 +26,13 @@ class Sizes(NamedTuple):
     short_rows: int = 224
     """Queries up to which whole sequences are computed at once (short.py): with more, bands have many columns that are not
     needed."""
-    rows: int = 128
-    """Queries of a block for each thread, of one head."""
+    rows: int = 128  # queries of a block for each thread, of one head
     fewest_rows: int = 32
     """The same where heads share keys, or the window is short: most scores of a block much longer than it would be hidden."""
-    batch_rows: int = 64
-    """Queries of a block of a batch: with more, bands have many columns that are not needed."""
+    batch_rows: int = 64  # queries of a block of a batch: with more, bands have many columns that are not needed
     few_scores: int = 1 << 17
     """Scores of a block of one head up to which heads and sequences are computed in batches; see few_for_onednn."""
-    elements: int = 1 << 19
-    """Scores of a batch for each thread, two megabytes."""
+    elements: int = 1 << 19  # scores of a batch for each thread, two megabytes
     block_cost: int = 1 << 13
     """Scores that take as long as the start of a block: sequences are padded to one length rather than that."""
 

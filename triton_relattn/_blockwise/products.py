@@ -29,10 +29,8 @@ STEP = 64
 LINE = 16
 """Numbers in a line of the cache: torch.mm takes up to half as long again where rows of its result are not aligned to it."""
 VARIABLE = "TRITON_RELATTN_CPU_PRODUCT"
-FEWEST_COPIED = 1 << 12
-"""Elements of a batch of right operands from which a copy may pay (transposed())."""
-FASTER = 1.3
-"""Speedup over torch.mm from which oneDNN is chosen."""
+FEWEST_COPIED = 1 << 12  # elements of a batch of right operands from which a copy may pay (transposed())
+FASTER = 1.3  # speedup over torch.mm from which oneDNN is chosen
 
 
 def _has(flag: str) -> bool:

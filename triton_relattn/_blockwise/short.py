@@ -57,8 +57,7 @@ class Short:
         self.tensors, self.spec, self.dtype = tensors, spec, compute_dtype(query.dtype)
         self.products, self.memory = Products(by_onednn=False), Memory(query)
         self.setting = Setting(slice(0, query.shape[1]), self.products, self.memory, self.dtype, self.dtype)
-        self.base = -spec.query_offset
-        """The position of query 0 and key 0."""
+        self.base = -spec.query_offset  # the position of query 0 and key 0
         is_large = query.numel() >= cut.SIZES.elements // 2
         self.rows = cut.evenly(num_queries, cut.SIZES.batch_rows if is_large else num_queries)
         """Queries whose band is computed at once: with more, bands have many columns that are not needed; in a small call each

@@ -17,8 +17,7 @@ from .arguments import Arguments, has_values
 from .spec import TABLES, AttentionSpec, AttentionTensors, is_per_head
 from .warn import warn_once, was_given
 
-Hint = tuple[bool, str]
-"""Whether it applies, and what to write."""
+Hint = tuple[bool, str]  # whether it applies, and what to write
 T5_BIAS = "T5's is rel_bias=weight[tables.t5_buckets(torch.arange(-128, 129))].T, with scale=1.0"
 PACKED_LAYOUT = "query, key and value look like (heads, total, width); .transpose(0, 1) makes them (total, heads, width)"
 LAYOUT = "query, key and value look like (batch, length, heads, width); .transpose(1, 2) makes them (batch, heads, length, width)"

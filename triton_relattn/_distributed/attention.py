@@ -24,8 +24,7 @@ from .._core.warn import untraced
 from .._implementations import Implementation
 from .._operators import NAMESPACE, OPERATORS, relative_attention
 
-Layout: TypeAlias = list[list[range]]
-"""The ranges of positions that each rank has, in the order in which it has them."""
+Layout: TypeAlias = list[list[range]]  # the ranges of positions that each rank has, in the order in which it has them
 LAYOUTS = ("contiguous", "zigzag")
 
 

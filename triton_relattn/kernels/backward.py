@@ -54,11 +54,7 @@ def backward(
       rel_value, of as many heads or keys at a time as fit into TRITON_RELATTN_WORKSPACE bytes. If that is not set, the limit is
       256 MiB, or as much as query, key and value take, or what keeps the GPU busy (planning.plan): linear in the length.
 
-    Args:
-        d_lse: None for zeros.
-        softmax_stats: as the forward returns them.
-        tiles: configurations by the names of kernels, in place of the selected ones.
-        residual: as the forward returns it with keeps_residual.
+    d_lse: None for zeros. softmax_stats, residual: the forward's. tiles: configurations by kernel, in place of the selected ones.
     """
     had_rel_query, scale_is_negative = tensors.rel_query is not None, spec.scale < 0
     tensors, spec = with_positive_scale(tensors, spec)
@@ -156,8 +152,47 @@ def _backward(
     sums = TableSums(call, tensors, spec, gradients, tiles, plan) if wanted.intersection(TABLES) else None
     query_blocks = cdiv(spec.max_seqlen_q, tiles["dq"].block_m * step) * step
 
+    def launch_dq(
+        part: planning.Part,
+        stored: torch.Tensor | None,
+        d_queries: torch.Tensor | None,
+        d_rel_queries: torch.Tensor | None,
+        sums_beyond: torch.Tensor | None,
+    ) -> None:
+        if d_queries is None and d_rel_queries is None and sums_beyond is None:
+            return
+        call.launch(
+            "dq",
+            dq_kernel,
+            tiles["dq"],
+            (query_blocks * plan.num_batch_heads(part),),
+            stored=strided(stored),
+            d_queries=strided(d_queries),
+            d_rel_queries=strided(d_rel_queries),
+            far_sums=strided(sums_beyond),
+            ADDS=not plan.has_whole_heads,
+            LAYOUT=plan.layout,
+            **part._asdict(),
+        )
+
+    def launch_dtable(part: planning.Part, vectors: torch.Tensor, stored: torch.Tensor | None, for_values: bool) -> None:
+        call.launch(
+            "dtable",
+            dtable_kernel,
+            tiles["dtable"],
+            sums.grid,
+            vectors=strided(vectors),
+            stored=strided(stored),
+            d_rows=sums.partial("rel_value" if for_values else "rel_key"),
+            d_biases=None if for_values else sums.partial("rel_bias"),
+            FOR_VALUES=for_values,
+            PER_HEAD=sums.per_head,
+            ADDS=sums.adds,
+            LAYOUT=plan.layout,
+            **part._asdict(),
+        )
+
     for part in plan.parts:  # always in this order, so that sums repeat
-        stored_part = {**part._asdict(), "LAYOUT": plan.layout}
         # 2. dK and dV of a part of the keys; dS and P of their pairs, to the workspace
         call.launch(
             "dkv",
@@ -174,45 +209,13 @@ def _backward(
             LAYOUT=plan.layout,
         )
         # 3. dQ from dS; of keys beyond a clamped table sums of dS, and of P
-        for stored, d_queries, d_rel_queries, sums_beyond in (
-            (ds, d_query, d_rel_query, far_sums),
-            (probs, None, None, far_probs),
-        ):
-            if any(result is not None for result in (d_queries, d_rel_queries, sums_beyond)):
-                call.launch(
-                    "dq",
-                    dq_kernel,
-                    tiles["dq"],
-                    (query_blocks * plan.num_items(part),),
-                    stored=strided(stored),
-                    d_queries=strided(d_queries),
-                    d_rel_queries=strided(d_rel_queries),
-                    far_sums=strided(sums_beyond),
-                    ADDS=not plan.has_whole_heads,
-                    **stored_part,
-                )
-        if sums is None:
-            continue
-        # 4. The tables: rel_key and rel_bias from dS and the queries, rel_value from P and d_out
-        shared = {"PER_HEAD": sums.per_head, "ADDS": sums.adds, **stored_part}
-        for is_wanted, vectors, stored, for_values in (
-            (wants_rows, call.rel_query, ds, False),
-            ("rel_value" in wanted, d_out, probs, True),
-        ):
-            if is_wanted:
-                call.launch(
-                    "dtable",
-                    dtable_kernel,
-                    tiles["dtable"],
-                    sums.grid,
-                    vectors=strided(vectors),
-                    stored=strided(stored),
-                    d_rows=sums.partial("rel_value" if for_values else "rel_key"),
-                    d_biases=None if for_values else sums.partial("rel_bias"),
-                    FOR_VALUES=for_values,
-                    **shared,
-                )
-        # and rel_p2c from dS and the keys
+        launch_dq(part, ds, d_query, d_rel_query, far_sums)
+        launch_dq(part, probs, None, None, far_probs)
+        # 4. The tables: rel_key and rel_bias from dS and the queries, rel_value from P and d_out, rel_p2c from dS and the keys
+        if wants_rows:
+            launch_dtable(part, call.rel_query, ds, for_values=False)
+        if "rel_value" in wanted:
+            launch_dtable(part, d_out, probs, for_values=True)
         if "rel_p2c" in wanted:
             call.launch(
                 "dp2c",
@@ -222,7 +225,10 @@ def _backward(
                 stored=strided(ds),
                 d_rel_p2c=sums.partial("rel_p2c"),
                 MARGIN=sums.margin,
-                **shared,
+                PER_HEAD=sums.per_head,
+                ADDS=sums.adds,
+                LAYOUT=plan.layout,
+                **part._asdict(),
             )
     if sums is not None:
         sums.add_up(tensors.key, d_out, far_sums, far_probs, far_key_sums)

@@ -37,13 +37,13 @@ def dq_kernel(
     LAYOUT: tl.constexpr,
     ADDS: tl.constexpr,
 ):
-    """Compute d_query and d_rel_query of BLOCK_M queries of one head from stored, dS [1, items, Nq, columns], and far_sums
+    """Compute d_query and d_rel_query of BLOCK_M queries of one head from stored, dS [1, heads, Nq, columns], and far_sums
     [B, H, 2, Nq], the sums of what is stored of the keys before and behind a clamped table. Each of the three may be None.
 
     first_program, stop_program: the programs of the dkv kernel whose pairs the workspace has. ADDS: results are float32, and are
     added to what is there: other programs have other keys of the same queries.
 
-    Queries of a block lie query_step. Grid: (query blocks * items,), query blocks fastest.
+    Queries of a block lie query_step. Grid: (query blocks * heads in the workspace,), query blocks fastest.
     """
     STEP: tl.constexpr = query_step(stored[0].dtype.element_ty.primitive_bitwidth)
     num_blocks = tl.cdiv(common.sequences.max_seqlen_q, TILE.block_m * STEP) * STEP
@@ -51,9 +51,9 @@ def dq_kernel(
     if common.window[1] is not None:
         block = num_blocks - 1 - block  # the longest loops first
     number = tl.program_id(0) // num_blocks
-    first_item, _, stored_first, stored_stop = stored_part(first_program, stop_program, common.sequences, LAYOUT, SHAPE.group)
-    head = (first_item + number) % num_heads
-    place = locate(common.sequences, common.window, (first_item + number) // num_heads)
+    first_bh, _, stored_first, stored_stop = stored_part(first_program, stop_program, common.sequences, LAYOUT, SHAPE.group)
+    head = (first_bh + number) % num_heads
+    place = locate(common.sequences, common.window, (first_bh + number) // num_heads)
     row_start = block // STEP * (TILE.block_m * STEP)
     if common.sequences.cu_seqlens_q is not None:
         if row_start >= place.num_queries:

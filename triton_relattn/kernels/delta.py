@@ -74,8 +74,8 @@ def delta_kernel(
     """
     # Queries [M], and their rows of out and d_out [M, Dv]
     blocks = tl.cdiv(num_queries, TILE.block_m)
-    row_start, item = tl.program_id(0) % blocks * TILE.block_m, tl.program_id(0) // blocks
-    head, entry = item % num_heads, item // num_heads
+    row_start, bh = tl.program_id(0) % blocks * TILE.block_m, tl.program_id(0) // blocks
+    head, entry = bh % num_heads, bh // num_heads
     tile_m = tl.arange(0, TILE.block_m)
     offs_m = row_start + tile_m
     valid_m = offs_m < num_queries

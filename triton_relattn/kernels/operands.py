@@ -11,8 +11,7 @@ from .config import architectures
 from .config.tile_config import MAX_BLOCK
 
 Strided = tuple[torch.Tensor, tuple[int, ...]]
-Extent = tuple[torch.Size, tuple[int, ...]] | None
-"""Shape and strides of a tensor."""
+Extent = tuple[torch.Size, tuple[int, ...]] | None  # shape and strides of a tensor
 MATRICES = ("query", "key", "value", "rel_query", "rel_key", "rel_value", "rel_p2c")
 """Names of the tensors that enter matrix products."""
 

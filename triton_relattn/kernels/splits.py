@@ -18,8 +18,7 @@ from .operands import strided
 from .tile.addressing import head_matrix, load_rows, row_vector, side_vector, store_rows, store_sides
 from .tile.scores import LN_2, exponent_scale
 
-LEAST_KEYS = 1024
-"""Keys of a program, at least: for fewer, merging takes longer than it saves."""
+LEAST_KEYS = 1024  # keys of a program, at least: for fewer, merging takes longer than it saves
 BLOCK_M = 16
 
 

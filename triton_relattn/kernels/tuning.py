@@ -39,8 +39,7 @@ GRADIENTS = {
     "dp2c": ("rel_p2c",),
 }
 """The gradients for which the backward launches a kernel, after those that have to come first."""
-LEAST_GAIN = 0.02
-"""The share of the default's time by which another configuration must be faster: less may be noise."""
+LEAST_GAIN = 0.02  # the share of the default's time by which another configuration must be faster: less may be noise
 ROUNDS, WARM_UP, MILLISECONDS = 3, 5, 30
 LARGEST_DIFFERENCE = {torch.float32: 2.0**-8, torch.float16: 2.0**-7, torch.bfloat16: 2.0**-5}
 """Between results of two configurations, as a share of the largest number: some ten roundings, of tf32 in float32. A wrong tile

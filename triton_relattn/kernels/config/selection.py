@@ -32,8 +32,7 @@ from .architectures import architecture_of, input_precision
 from .tile_config import KERNELS, TileConfig
 
 DEFAULTS = Path(__file__).parent / "defaults.csv"
-COVERAGES = ("no table", "full", "clamp", "zero")
-"""The pairs that a table has rows for; see AttentionSpec.coverage."""
+COVERAGES = ("no table", "full", "clamp", "zero")  # the pairs that a table has rows for; see AttentionSpec.coverage
 LENGTH_BUCKETS = (512, 2048, 8192, 32768)
 LEAST_WIDTH = 64  # narrower heads have the configurations of this width
 
