@@ -102,7 +102,7 @@ def take_processor(patch: pytest.MonkeyPatch, *flags: str) -> None:
     for name in ("fast_dtypes", "has_fast_fused_attention"):  # which remember what they have found
         patch.setattr(products, name, functools.cache(getattr(products, name).__wrapped__))
     patch.setattr("triton_relattn._blockwise.attention.has_fast_fused_attention", products.has_fast_fused_attention)
-    patch.setattr(products, "FEWEST_PRODUCTS", 0)
+    patch.setattr(products, "MIN_PRODUCTS", 0)
 
 
 def poison_memory(patch: pytest.MonkeyPatch) -> None:

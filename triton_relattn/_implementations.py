@@ -205,16 +205,16 @@ def choose_implementation(
         if query.device.type != "cuda":
             return BLOCKWISE
         if reason := TRITON.why_not(query, value, rel_query):
-            _warn_of_blockwise(reason)
+            _warn_blockwise(reason)
             return BLOCKWISE
-        warn_of_unchecked(query.device)
+        warn_unchecked(query.device)
     elif name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be None or one of {tuple(IMPLEMENTATIONS)}, got {name!r}")
     elif reason := IMPLEMENTATIONS[name].why_not(query, value, rel_query):
         raise _refusal(name, reason)
     implementation = TRITON if name is None else IMPLEMENTATIONS[name]
     if implementation is TRITON:
-        _warn_of_untested_triton(query.device)
+        _warn_untested_triton(query.device)
     return implementation
 
 
@@ -241,7 +241,7 @@ def _refusal(name: str, reason: str) -> NotImplementedError:
 
 
 @untraced
-def _warn_of_blockwise(reason: str) -> None:
+def _warn_blockwise(reason: str) -> None:
     """Warn that a GPU gets blockwise. That is expected for float64, but usually a mistake if Triton does not load."""
     text = f'a call on a GPU is computed by "blockwise", in plain torch, since the Triton kernels cannot serve it: {reason}. '
     warn_once(reason, text + 'implementation="blockwise" asks for that without this warning', stacklevel=5)
@@ -296,7 +296,7 @@ def _untested_triton() -> str | None:
 
 
 @untraced
-def _warn_of_untested_triton(device: torch.device) -> None:
+def _warn_untested_triton(device: torch.device) -> None:
     """Warn that kernels on a GPU are compiled by a Triton that came after the tests. They may be slow there, or even wrong."""
     version = _untested_triton()
     if version is None or device.type != "cuda":
@@ -339,7 +339,7 @@ def remember_check(device: torch.device) -> bool:
 
 
 @untraced
-def warn_of_unchecked(device: torch.device) -> None:
+def warn_unchecked(device: torch.device) -> None:
     """Warn once that kernels run by default on a kind of GPU that is not in MEASURED, unless a check has passed here."""
     if torch.cuda.get_device_capability(device) in MEASURED or is_checked(device):
         return

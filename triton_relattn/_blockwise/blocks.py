@@ -21,8 +21,8 @@ from .masks import Limits, triangles
 from .products import Memory, Products, product_dtype, transposed
 from .rows import Gather, Slices
 
-FEWEST_VIEWED = 8  # blocks from which a table that has all positions is not copied
-FEWEST_KEYS = 32  # keys of a band of rel_p2c: products with fewer are slow
+MIN_VIEWED = 8  # blocks from which a table that has all positions is not copied
+MIN_KEYS = 32  # keys of a band of rel_p2c: products with fewer are slow
 
 
 def may_be_infinite(tensors: AttentionTensors) -> bool:
@@ -112,8 +112,8 @@ class Call:
 class Group:
     """Sequences and heads whose scores are computed together, with their rows and columns ready for products."""
 
-    def __init__(self, call: Call, runs: list[Run], heads: slice, most_rows: int, products: Products) -> None:
-        """most_rows: of a block."""
+    def __init__(self, call: Call, runs: list[Run], heads: slice, max_rows: int, products: Products) -> None:
+        """max_rows: of a block."""
         self.call, self.heads, self.products = call, heads, products
         spec, tensors, step, first = call.spec, call.tensors, products.step, runs[0]
         key_heads = slice(heads.start // call.heads_per_key, heads.stop // call.heads_per_key)
@@ -121,13 +121,13 @@ class Group:
         self.num_matrices = self.sizes[0] * (key_heads.stop - key_heads.start)
         self.num_queries, self.num_keys = aligned_shape(runs)
         self.base = min(run.start - run.offset for run in runs)  # the position of row 0 and column 0
-        self.num_blocks = -(-self.num_queries // most_rows)
+        self.num_blocks = -(-self.num_queries // max_rows)
         self.num_rows = up(-(-self.num_queries // self.num_blocks), step)
         """Rows of a block, as even as possible; the last one has fewer if products take them."""
         self.all_rows = up(self.num_queries, step)
         self.num_columns = up(self.num_keys, step) + (step if spec.window_left >= 0 and step > 1 else 0)
         # With few blocks the last columns of bands are worth a multiple of the step; with many the table need not be padded.
-        padding = products.band_step if step > 1 or self.num_blocks < FEWEST_VIEWED else 0
+        padding = products.band_step if step > 1 or self.num_blocks < MIN_VIEWED else 0
         self.positions = range(self.base - self.all_rows + 1, self.base + self.num_columns + padding)
         """All that a band of its blocks may have."""
         self.visible = tuple(sorted({self._visible(run) for run in runs}))
@@ -177,7 +177,7 @@ class Group:
         """Return parts of a block's columns and their keys, rows of bands of rel_p2c; large parts have many unneeded columns."""
         kind = block.start, block.num_columns
         if self._panels is None or self._panels[0] != kind:
-            step, keys = max(self.num_rows // 2, min(self.num_rows, FEWEST_KEYS)), block.columns(self.keys_by_head)
+            step, keys = max(self.num_rows // 2, min(self.num_rows, MIN_KEYS)), block.columns(self.keys_by_head)
             parts = [slice(start, min(start + step, block.num_columns)) for start in range(0, block.num_columns, step)]
             self._panels = kind, [(part, keys[:, :, part].contiguous()) for part in parts]
         return self._panels[1]

@@ -21,7 +21,7 @@ import torch
 
 from .._core.dtypes import compute_dtype
 
-FEWEST_PRODUCTS = 1 << 25
+MIN_PRODUCTS = 1 << 25
 """Multiplications of a product below which copies of its operands take more time than they save, 1,024 heads of 32 by 32 of width
 32: on two cores of an AMD EPYC with AVX512-BF16 half as many take a quarter longer with a backward."""
 STEP = 64
@@ -29,7 +29,7 @@ STEP = 64
 LINE = 16
 """Numbers in a line of the cache: torch.mm takes up to half as long again where rows of its result are not aligned to it."""
 VARIABLE = "TRITON_RELATTN_CPU_PRODUCT"
-FEWEST_COPIED = 1 << 12  # elements of a batch of right operands from which a copy may pay (transposed())
+MIN_COPIED = 1 << 12  # elements of a batch of right operands from which a copy may pay (transposed())
 FASTER = 1.3  # speedup over torch.mm from which oneDNN is chosen
 
 
@@ -61,7 +61,7 @@ def has_fast_fused_attention() -> bool:
 
 def product_dtype(query: torch.Tensor, num_pairs: int) -> torch.dtype:
     """Return the dtype of the operands of a call's products, for its query and the number of its scores."""
-    is_large = num_pairs * query.shape[3] >= FEWEST_PRODUCTS
+    is_large = num_pairs * query.shape[3] >= MIN_PRODUCTS
     if query.device.type == "cpu" and is_large and query.dtype in fast_dtypes():
         return query.dtype
     return compute_dtype(query.dtype)
@@ -151,7 +151,7 @@ class Products:
 def transposed(right: torch.Tensor, num_rows: int) -> torch.Tensor:
     """Return right^T as an operand of products with matrices of num_rows rows: a view, or a copy where products of batches with a
     view take two to three times as long (on an Intel Xeon with AVX-512, where a copy takes half a product)."""
-    pays = right.dim() == 3 and right.numel() >= FEWEST_COPIED and 2 * num_rows >= right.shape[1]
+    pays = right.dim() == 3 and right.numel() >= MIN_COPIED and 2 * num_rows >= right.shape[1]
     return right.mT.contiguous() if pays else right.mT
 
 

@@ -23,7 +23,7 @@ def draw_seed(device: torch.device | str | None = None) -> torch.Tensor:
     return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 
-def origins_of(num_sequences: int, num_heads: int, device: torch.device) -> torch.Tensor:
+def whole_origins(num_sequences: int, num_heads: int, device: torch.device) -> torch.Tensor:
     """Return AttentionTensors.dropout_origins of a whole call; a part of them, with its part of the tensors, drops as the whole
     does."""
     numbers = torch.cartesian_prod(*(torch.arange(count, device=device) for count in (num_sequences, num_heads)))
@@ -44,7 +44,7 @@ def draw_dropout(query: torch.Tensor, num_sequences: int) -> dict[str, torch.Ten
         largest = [*replicated[:dim], Partial("max"), *replicated[dim + 1 :]]
         seeds: Any = DTensor.from_local(seed, mesh, largest, run_check=False)
         seed = seeds.redistribute(placements=replicated).to_local()
-    dropout = {"dropout_seed": seed, "dropout_origins": origins_of(num_sequences, query.shape[1], seed.device)}
+    dropout = {"dropout_seed": seed, "dropout_origins": whole_origins(num_sequences, query.shape[1], seed.device)}
     return {name: DTensor.from_local(tensor, mesh, replicated, run_check=False) for name, tensor in dropout.items()}
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import all_reduce, all_to_all_single, wait_tensor
 
-from .._core.dropout import origins_of
+from .._core.dropout import whole_origins
 from .._core.dtypes import compute_dtype
 from .._core.spec import TABLES, AttentionSpec, AttentionTensors, is_per_head
 from .._core.warn import untraced
@@ -28,7 +28,7 @@ Layout: TypeAlias = list[list[range]]  # the ranges of positions that each rank 
 LAYOUTS = ("contiguous", "zigzag")
 
 
-def layout_of_ranks(layout: str, sizes: Sequence[int]) -> Layout:
+def rank_layout(layout: str, sizes: Sequence[int]) -> Layout:
     """Return the layout of a sequence of which the ranks have so many positions; ValueError if it cannot have these sizes.
     "contiguous": a range of any size each, in the order of the ranks."""
     if layout not in LAYOUTS:
@@ -204,7 +204,7 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out and lse (only with return_lse) of the rank's queries over the keys of all ranks. spec: of the whole call."""
     if tensors.dropout_seed is not None and tensors.dropout_origins is None:
-        origins = origins_of(tensors.num_sequences, tensors.query.shape[1], tensors.query.device)
+        origins = whole_origins(tensors.num_sequences, tensors.query.shape[1], tensors.query.device)
         tensors = tensors._replace(dropout_origins=origins)
     if method == "all_to_all":
         return _attend_with_heads(tensors, spec, implementation, group, query_layout, key_layout, return_lse)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from .._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from .._implementations import Implementation
-from .attention import attend, check_heads, gather_sizes, layout_of_ranks
+from .attention import attend, check_heads, gather_sizes, rank_layout
 from .strategies import HEADS, POSITIONS, divides_key_heads, shard_dim
 
 
@@ -68,7 +68,7 @@ def attend_dtensors(
             own_heads = own_heads[sum(sizes[:rank]) : sum(sizes[: rank + 1])]
         own = with_key_heads(own, own_heads, heads // key_heads)
     query_layout, key_layout = (
-        layout_of_ranks(layout, chunk_sizes(tensor.shape[2], mesh.size(mesh_dim))) for tensor in (query, tensors.key)
+        rank_layout(layout, chunk_sizes(tensor.shape[2], mesh.size(mesh_dim))) for tensor in (query, tensors.key)
     )
     out, lse = attend(own, spec, implementation, mesh.get_group(mesh_dim), query_layout, key_layout, method, return_lse)
     shape = (*query.shape[:3], tensors.value.shape[3])

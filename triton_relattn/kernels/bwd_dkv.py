@@ -13,8 +13,8 @@ from .logits import Keys, Queries, key_table, relative_terms, score_table, tile_
 from .tile.addressing import head_matrix, key_order, load_rows, row_vector, side_vector, store_rows
 from .tile.band import blocks_before, whole_tile
 from .tile.key_terms import (
-    add_end_rows_of_keys,
     add_far_queries,
+    add_key_end_rows,
     far_query_sums,
     in_natural_order,
     multiply_key_band,
@@ -193,7 +193,7 @@ def dkv_kernel(
             if per_query.far_key_sums is not None:
                 store_key_sums(per_query.far_key_sums, past, future, place, head, key_start, TILE)
             if d_keys is not None:
-                d_key = add_end_rows_of_keys(d_key, past, future, keys_table, key_lowest, key_highest, TILE)
+                d_key = add_key_end_rows(d_key, past, future, keys_table, key_lowest, key_highest, TILE)
 
     valid_n = offs_n < place.key_rows  # padding has a gradient as well: zero
     if d_keys is not None:

@@ -21,7 +21,7 @@ from .operands import Extent, Strided, contiguous, extent, needs_wide_index, per
 
 SMALLEST_SCALE = 2.0**-60
 LARGEST_TERM = 2000.0  # of a logit, that float16 must hold if terms are rounded; with the usual scale widths up to 1,024 do
-MOST_QUERIES = 8 * MAX_BLOCK  # between the first and the last of a tile, whose queries need not be neighbours; see stored.py
+MAX_QUERIES = 8 * MAX_BLOCK  # between the first and the last of a tile, whose queries need not be neighbours; see stored.py
 
 # No field of a group of arguments may have the name of an attribute of Triton's own tuple: above all not values or type. Groups
 # of tensors and numbers are such tuples in kernels. Up to Triton 3.7 a group of constants was the Python tuple itself there.
@@ -191,10 +191,10 @@ def fixed(
     kind = selection.call_kind(arch, dtype, max(widths), coverage, spec.window_right >= 0, term_set)
 
     # How many rows a tile's offsets go through decides whether 32 bits hold them.
-    rows = [(tensor, MOST_QUERIES) for tensor in (query, rel_query, *others)] + [(key, MAX_BLOCK), (value, MAX_BLOCK)]
+    rows = [(tensor, MAX_QUERIES) for tensor in (query, rel_query, *others)] + [(key, MAX_BLOCK), (value, MAX_BLOCK)]
     rows += [(table, table[0][-2] + MAX_BLOCK) for name, table in tables.items() if table is not None and name != "rel_bias"]
     wide_index = any(tensor is not None and needs_wide_index(*tensor, most) for tensor, most in rows)
-    wide_index |= num_heads * max(widths) * MOST_QUERIES >= 2**31  # of what is allocated for the results
+    wide_index |= num_heads * max(widths) * MAX_QUERIES >= 2**31  # of what is allocated for the results
     shape = Shape(num_heads // max(key_heads, 1), *widths, *map(padded_width, widths), wide_index)
 
     # Scores are logits divided by scale, so 0 is replaced by a number so small that q.k vanishes beside the other terms.

@@ -54,7 +54,7 @@ def side_vector(tensor, entry, head, side, first_row):
 
 
 @triton.jit
-def store_sides(tensor, entry, head, first_row, offsets, valid, past, future):
+def store_past_future(tensor, entry, head, first_row, offsets, valid, past, future):
     """Store two numbers of each valid query or key, as side 0 and side 1 of a (B, H, 2, N) tensor."""
     tl.store(side_vector(tensor, entry, head, 0, first_row) + offsets, past, mask=valid)
     tl.store(side_vector(tensor, entry, head, 1, first_row) + offsets, future, mask=valid)

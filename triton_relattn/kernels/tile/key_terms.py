@@ -9,7 +9,7 @@ in their natural order there, whatever their order in the tile is.
 import triton
 import triton.language as tl
 
-from .addressing import key_order, load_rows, side_vector, store_sides
+from .addressing import key_order, load_rows, side_vector, store_past_future
 from .band import add_tile, next_terms
 from .masking import exists, near_keys
 from .table import add_end_rows
@@ -142,11 +142,11 @@ def far_query_sums(sums):
 def store_key_sums(far_key_sums, past, future, place, head, key_start, TILE: tl.constexpr):
     """Store the sums over the far queries of a tile's keys, in their natural order."""
     offs_n = key_start + tl.arange(0, TILE.block_n)
-    store_sides(far_key_sums, place.entry, head, place.key_start, offs_n, offs_n < place.key_rows, past, future)
+    store_past_future(far_key_sums, place.entry, head, place.key_start, offs_n, offs_n < place.key_rows, past, future)
 
 
 @triton.jit
-def add_end_rows_of_keys(d_key, past, future, table, lowest, highest, TILE: tl.constexpr):
+def add_key_end_rows(d_key, past, future, table, lowest, highest, TILE: tl.constexpr):
     """Return d_key [N, D] with the part of far queries; table is a mirrored one, lowest and highest of reached_by_keys."""
     KEY_TILE: tl.constexpr = TILE.key_tile
     if KEY_TILE.has_scale:

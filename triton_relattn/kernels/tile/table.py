@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .addressing import key_order, load_rows
-from .registers import diagonal_offsets, first_diagonal, pack, tile_of_diagonals, unpack
+from .registers import diagonal_offsets, first_diagonal, join_diagonals, pack, unpack
 
 
 class Table(NamedTuple):
@@ -74,14 +74,15 @@ def bias_terms(table, relative_position, TILE: tl.constexpr):
         diagonals = ()
         for diagonal in tl.static_range(first_diagonal(TILE.block_m, TILE.warps), TILE.block_n // 4):
             diagonals = diagonals + (bias_at(table, relative_position, offsets + 4 * diagonal, TILE),)  # noqa: RUF005
-        return tile_of_diagonals(diagonals, TILE.block_m, TILE.block_n, TILE.warps)
+        return join_diagonals(diagonals, TILE.block_m, TILE.block_n, TILE.warps)
 
 
 @triton.jit
-def block_of_rows(query, rows, table, relative_position, TILE: tl.constexpr):
-    """Multiply queries with table rows and add the bias of the same positions: a block [M, N]. For the gather, terms are rounded
-    here, as rotations in registers round them."""
+def table_block(query, table, relative_position, TILE: tl.constexpr):
+    """Compute the terms [M, N] of the queries at N successive relative positions: products with the rows, and the bias. For the
+    gather, terms are rounded here, as rotations in registers round them."""
     if TILE.has_matrix:
+        rows = table_rows(table, relative_position, TILE)
         # [M, D] @ [D, N] -> [M, N]
         block = tl.dot(query, tl.trans(rows), input_precision=TILE.precision)
         if TILE.has_scale:
@@ -95,16 +96,6 @@ def block_of_rows(query, rows, table, relative_position, TILE: tl.constexpr):
         low, high = unpack(pack(low, high, tl.float16, True), tl.float16)
         block = tl.reshape(tl.join(low, high), (TILE.block_m, TILE.block_n)).to(tl.float32)
     return block
-
-
-@triton.jit
-def table_block(query, table, relative_position, TILE: tl.constexpr):
-    """Compute the terms [M, N] of the queries at N successive relative positions."""
-    if TILE.has_matrix:
-        rows = table_rows(table, relative_position, TILE)
-    else:
-        rows = None
-    return block_of_rows(query, rows, table, relative_position, TILE)
 
 
 @triton.jit

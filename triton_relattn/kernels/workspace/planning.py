@@ -23,7 +23,7 @@ from .stored import ALIGNMENT, Layout
 VARIABLE = "TRITON_RELATTN_WORKSPACE"
 """The environment variable that limits the workspace, in bytes. It never has less than one block of keys of one head."""
 USUAL_LIMIT = 256 * 2**20
-MOST_PAIRS = 2**30  # largest number of pairs of a head, which kernels address in 32 bits
+MAX_PAIRS = 2**30  # largest number of pairs of a head, which kernels address in 32 bits
 MOST_BEYOND = 1.25
 """All keys of a head are stored if they take up to so many times as much as a wave of the dkv kernel's programs: the gradient of
 the query need not be added up in float32 then."""
@@ -85,7 +85,7 @@ class Plan(NamedTuple):
         return (cdiv(part.stop_program, self.blocks) - part.first_program // self.blocks) * self.group
 
 
-def given_limit() -> int | None:
+def workspace_limit() -> int | None:
     """Return TRITON_RELATTN_WORKSPACE in bytes, None if it is not set; ValueError if it is not a whole number."""
     text = os.environ.get(VARIABLE)
     if text and not text.strip().isdecimal():
@@ -93,15 +93,15 @@ def given_limit() -> int | None:
     return int(text) if text else None
 
 
-def plan(call: Call, tensors: AttentionTensors, spec: AttentionSpec, dkv: TileConfig, most_bytes: int | None = None) -> Plan:
+def plan(call: Call, tensors: AttentionTensors, spec: AttentionSpec, dkv: TileConfig, max_bytes: int | None = None) -> Plan:
     """Return the workspace of a call, whichever gradients are wanted, so that a gradient has the same bits alone. Its limit is
-    most_bytes, TRITON_RELATTN_WORKSPACE or else the most of 256 MiB, what query, key and value take, and what one wave of the dkv
+    max_bytes, TRITON_RELATTN_WORKSPACE or else the most of 256 MiB, what query, key and value take, and what one wave of the dkv
     kernel's programs needs (with the rest of a head, if that is little). It always has one block of keys of one head."""
     rows, block_n, group = spec.max_seqlen_q, dkv.block_n, call.heads // call.key_heads
     key_heads, blocks = call.num_sequences * call.key_heads, cdiv(spec.max_seqlen_k, block_n)
     has_probs, multiprocessors = tensors.rel_value is not None, architectures.multiprocessors(tensors.query.device)
     bytes_per_pair = tensors.query.element_size() * (1 + has_probs)
-    most_bytes = given_limit() if most_bytes is None else most_bytes
+    max_bytes = workspace_limit() if max_bytes is None else max_bytes
 
     # Columns: all keys, or if that is fewer a band of those in the windows of a block of queries.
     columns = blocks * block_n
@@ -109,29 +109,29 @@ def plan(call: Call, tensors: AttentionTensors, spec: AttentionSpec, dkv: TileCo
         window = spec.window_left + 1 + spec.window_right
         columns = min(columns, cdiv(window + dkv.block_m - 1 + ALIGNMENT.value - 1, 64) * 64)
     layout = Layout(dkv.block_m, block_n, is_band=columns < blocks * block_n)
-    if most_bytes is None:
+    if max_bytes is None:
         # One wave's blocks of keys, or the heads that these belong to, whose bands may take less.
         slots = multiprocessors * dkv.programs_at_once
         wave_columns = min(slots * block_n, cdiv(slots, blocks) * columns)
         if wave_columns < columns <= MOST_BEYOND * wave_columns:
             wave_columns = columns
         input_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (tensors.query, tensors.key, tensors.value))
-        most_bytes = max(USUAL_LIMIT, input_bytes, group * rows * wave_columns * bytes_per_pair)
-    most_pairs = most_bytes // bytes_per_pair
+        max_bytes = max(USUAL_LIMIT, input_bytes, group * rows * wave_columns * bytes_per_pair)
+    max_pairs = max_bytes // bytes_per_pair
 
-    most_heads = min(key_heads, most_pairs // (group * rows * columns)) if rows * columns <= MOST_PAIRS else 0
-    if most_heads > 0:
-        part = _part_size(key_heads, most_heads, blocks, multiprocessors, dkv.programs_at_once)
+    max_heads = min(key_heads, max_pairs // (group * rows * columns)) if rows * columns <= MAX_PAIRS else 0
+    if max_heads > 0:
+        part = _part_size(key_heads, max_heads, blocks, multiprocessors, dkv.programs_at_once)
         return Plan(part * group, rows, columns, key_heads, blocks, group, part * blocks, layout, has_probs)
     # Some blocks of keys of one key head at a time
-    most_blocks = max(1, min(most_pairs // group, MOST_PAIRS) // (rows * block_n))
-    part = _part_size(blocks, min(blocks, most_blocks), 1, multiprocessors, dkv.programs_at_once)
+    max_blocks = max(1, min(max_pairs // group, MAX_PAIRS) // (rows * block_n))
+    part = _part_size(blocks, min(blocks, max_blocks), 1, multiprocessors, dkv.programs_at_once)
     layout = layout._replace(is_band=False)
     return Plan(group, rows, part * block_n, key_heads, blocks, group, part, layout, has_probs)
 
 
 @functools.lru_cache(maxsize=1024)
-def _part_size(count: int, most: int, programs: int, multiprocessors: int, at_once: int) -> int:
+def _part_size(count: int, limit: int, programs: int, multiprocessors: int, at_once: int) -> int:
     """Return how many of count things, of so many programs each, make a part, at most ``most``.
 
     A wave of programs takes START_COST and as much as a multiprocessor has programs in it. All parts together should cost as
@@ -148,7 +148,7 @@ def _part_size(count: int, most: int, programs: int, multiprocessors: int, at_on
         parts, rest = divmod(count, size)
         return parts * part_cost(size) + part_cost(rest), parts + (rest > 0)
 
-    return min(range(1, most + 1), key=cost_and_parts)
+    return min(range(1, limit + 1), key=cost_and_parts)
 
 
 def allocated(
