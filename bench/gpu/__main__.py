@@ -43,7 +43,7 @@ except ModuleNotFoundError as error:
 from bench.report.rows import in_one_line
 from bench.verbs.options import interpreted, some_of
 from triton_relattn._core.sizes import Parser
-from triton_relattn.kernels.introspect import architectures
+from triton_relattn.kernels.config import architectures
 
 from . import checks, measurements, stub
 from .report import Outcome, Report, wrong_kinds

@@ -25,7 +25,10 @@ from bench.report.rows import in_one_line
 from triton_relattn import fused_relative_attention, testing
 from triton_relattn._core.spec import DIFFERENTIABLE
 from triton_relattn.check import judge
-from triton_relattn.kernels.introspect import Call, planning, selection, tuning
+from triton_relattn.kernels import tuning
+from triton_relattn.kernels.call import Call
+from triton_relattn.kernels.config import selection
+from triton_relattn.kernels.workspace import planning
 from triton_relattn.testing import Inputs
 
 from .report import Report, kind

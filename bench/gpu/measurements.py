@@ -23,7 +23,11 @@ from bench.report import summary
 from bench.report.rows import ROOT, in_one_line
 from bench.verbs import memory, speed
 from triton_relattn._core.dtypes import keeps_residual
-from triton_relattn.kernels.introspect import Call, TileConfig, backward, forward, tuning
+from triton_relattn.kernels import tuning
+from triton_relattn.kernels.backward import backward
+from triton_relattn.kernels.call import Call
+from triton_relattn.kernels.config.tile_config import TileConfig
+from triton_relattn.kernels.forward import forward
 
 from .checks import check_all, kernels_alone, synchronize, timed_checks
 from .report import Report, kind, wrong_kinds

@@ -81,6 +81,4 @@ def dp2c_kernel(
     acc *= rel_unit(common.scaling)
     row, valid = highest - first + MARGIN, highest - tile_m >= first - MARGIN
     d_rel_p2c = head_matrix(d_rel_p2c, split, table_head, 0, SHAPE.wide_index)
-    if ADDS:
-        acc += load_rows(d_rel_p2c, row, -tile_m, valid, SHAPE.head_dim, SHAPE.block_d)
-    store_rows(d_rel_p2c, row, -tile_m, valid, acc, SHAPE.head_dim, SHAPE.block_d)
+    store_rows(d_rel_p2c, row, -tile_m, valid, acc, SHAPE.head_dim, SHAPE.block_d, ADDS)

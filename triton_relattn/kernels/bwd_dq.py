@@ -141,12 +141,8 @@ def dq_kernel(
             acc += rel_acc * tl.cast(common.scaling.rel_scale, tl.float32)
         acc *= tl.cast(common.scaling.base_2_scale, tl.float32) * LN_2
         d_queries = head_matrix(d_queries, place.entry, head, place.query_start, SHAPE.wide_index)
-        if ADDS:
-            acc += load_rows(d_queries, row_start, rows, valid_m, SHAPE.head_dim, SHAPE.block_d)
-        store_rows(d_queries, row_start, rows, valid_m, acc, SHAPE.head_dim, SHAPE.block_d)
+        store_rows(d_queries, row_start, rows, valid_m, acc, SHAPE.head_dim, SHAPE.block_d, ADDS)
     if d_rel_queries is not None:
         rel_acc *= rel_unit(common.scaling)
         d_rel_queries = head_matrix(d_rel_queries, place.entry, head, place.query_start, SHAPE.wide_index)
-        if ADDS:
-            rel_acc += load_rows(d_rel_queries, row_start, rows, valid_m, SHAPE.rel_dim, SHAPE.block_dr)
-        store_rows(d_rel_queries, row_start, rows, valid_m, rel_acc, SHAPE.rel_dim, SHAPE.block_dr)
+        store_rows(d_rel_queries, row_start, rows, valid_m, rel_acc, SHAPE.rel_dim, SHAPE.block_dr, ADDS)

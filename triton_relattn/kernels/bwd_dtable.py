@@ -166,9 +166,7 @@ def dtable_kernel(
             unit = 1.0 if common.dropout.seed is None else tl.cast(common.dropout.keep_scale, tl.float32)
         acc = tl.where(is_visible[:, None], acc * unit, 0.0)
         d_rows = head_matrix(d_rows, split, table_head, 0, SHAPE.wide_index)
-        if ADDS:
-            acc += load_rows(d_rows, row, tile_n, valid, TABLE.width, TABLE.block_width)
-        store_rows(d_rows, row, tile_n, valid, acc, TABLE.width, TABLE.block_width)
+        store_rows(d_rows, row, tile_n, valid, acc, TABLE.width, TABLE.block_width, ADDS)
     if d_biases is not None:
         bias = tl.where(is_visible, tl.max(bias_acc, axis=1), 0.0)
         pointers = row_vector(d_biases, split, table_head, row) + tile_n

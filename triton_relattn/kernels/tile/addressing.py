@@ -95,7 +95,9 @@ def load_queries(inputs, place, head, row_start, tile_m, valid_m, SHAPE: tl.cons
 
 
 @triton.jit
-def store_rows(matrix, start, rows, valid, tile, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
-    """Store the valid rows and existing columns of a tile [rows, BLOCK_WIDTH], in the matrix's dtype."""
+def store_rows(matrix, start, rows, valid, tile, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, ADDS: tl.constexpr = False):
+    """Store the valid rows and existing columns of a tile [rows, BLOCK_WIDTH], in its dtype. ADDS: add to what is there."""
+    if ADDS:
+        tile += load_rows(matrix, start, rows, valid, WIDTH, BLOCK_WIDTH)
     pointers, mask = row_pointers(matrix, start, rows, valid, WIDTH, BLOCK_WIDTH)
     tl.store(pointers, tile.to(matrix[0].dtype.element_ty), mask=mask)
