@@ -1,7 +1,7 @@
 """Launches of compiled kernels without Triton's search for them.
 
 At each launch Triton looks at every argument, of which kernels here have up to a hundred, in groups. All but a few follow from
-what alike calls share, so the kernels that they have compiled are kept there: ``call.Fixed``. On an H100's machine, forward and
+what alike calls share, so the kernels that they have compiled are kept there: ``CallConstants``. On an H100, forward and
 backward of a short call took the host 1.6 times as long without (Triton 3.6, bench/results/h100).
 """
 
@@ -24,12 +24,12 @@ _run = JITFunction.run
 _unspecialized: dict[Any, frozenset[str]] = {}
 
 
-def described(argument: Any) -> Any:
+def specialization(argument: Any) -> Any:
     """Return all that Triton may compile for of an argument: a tensor's dtype and alignment, each member of a group, or the
     value."""
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % ALIGNMENT
-    return tuple(map(described, argument)) if isinstance(argument, tuple) else argument
+    return tuple(map(specialization, argument)) if isinstance(argument, tuple) else argument
 
 
 def launch(
@@ -57,7 +57,7 @@ def launch(
         if names is None:
             names = _unspecialized[kernel.fn] = frozenset(param.name for param in kernel.params if param.do_not_specialize)
         device = driver.active.get_current_device()
-        values = [_width(value) if name in names else described(value) for name, value in arguments.items()]
+        values = [_width(value) if name in names else specialization(value) for name, value in arguments.items()]
         key = kernel.fn, device, *key, *values
         found = compiled.get(key)
         if found is not None:

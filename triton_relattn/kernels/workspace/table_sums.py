@@ -108,7 +108,7 @@ class TableSums:
             keys = key.masked_fill(~is_far[..., None], 0).repeat_interleave(self.call.heads // key.shape[1], 1)
         beyond = {
             "rel_key": (far_sums, self.call.rel_query, self.spec.rel_scale),
-            "rel_value": (far_probs, d_out, self.call.fixed.dropout.keep_scale),
+            "rel_value": (far_probs, d_out, self.call.constants.dropout.keep_scale),
             "rel_bias": (far_sums, None, 1.0),
             "rel_p2c": (far_key_sums, keys, self.spec.rel_scale),
         }
