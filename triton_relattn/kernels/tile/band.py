@@ -30,7 +30,7 @@ def chunk_width(tile):
 
 @triton.constexpr_function
 def term_dtype(tile):
-    """Return the dtype in which terms are rotated and carried. For a gather they are rounded before (table.block_of_rows)."""
+    """Return the dtype in which terms are rotated and carried. For a gather they are rounded before (table.table_block)."""
     return tl.float16 if tile.round_terms and tile.rotation != "gather" else tl.float32
 
 
