@@ -153,14 +153,11 @@ def _backward(
     query_blocks = cdiv(spec.max_seqlen_q, tiles["dq"].block_m * step) * step
 
     def launch_dq(
-        part: planning.Part,
         stored: torch.Tensor | None,
         d_queries: torch.Tensor | None,
         d_rel_queries: torch.Tensor | None,
         sums_beyond: torch.Tensor | None,
     ) -> None:
-        if d_queries is None and d_rel_queries is None and sums_beyond is None:
-            return
         call.launch(
             "dq",
             dq_kernel,
@@ -171,11 +168,10 @@ def _backward(
             d_rel_queries=strided(d_rel_queries),
             far_sums=strided(sums_beyond),
             ADDS=not plan.has_whole_heads,
-            LAYOUT=plan.layout,
-            **part._asdict(),
+            **stored_part,
         )
 
-    def launch_dtable(part: planning.Part, vectors: torch.Tensor, stored: torch.Tensor | None, for_values: bool) -> None:
+    def launch_dtable(vectors: torch.Tensor, stored: torch.Tensor | None, for_values: bool) -> None:
         call.launch(
             "dtable",
             dtable_kernel,
@@ -188,11 +184,11 @@ def _backward(
             FOR_VALUES=for_values,
             PER_HEAD=sums.per_head,
             ADDS=sums.adds,
-            LAYOUT=plan.layout,
-            **part._asdict(),
+            **stored_part,
         )
 
     for part in plan.parts:  # always in this order, so that sums repeat
+        stored_part = {**part._asdict(), "LAYOUT": plan.layout}
         # 2. dK and dV of a part of the keys; dS and P of their pairs, to the workspace
         call.launch(
             "dkv",
@@ -209,13 +205,15 @@ def _backward(
             LAYOUT=plan.layout,
         )
         # 3. dQ from dS; of keys beyond a clamped table sums of dS, and of P
-        launch_dq(part, ds, d_query, d_rel_query, far_sums)
-        launch_dq(part, probs, None, None, far_probs)
+        if d_query is not None or d_rel_query is not None or far_sums is not None:
+            launch_dq(ds, d_query, d_rel_query, far_sums)
+        if far_probs is not None:
+            launch_dq(probs, None, None, far_probs)
         # 4. The tables: rel_key and rel_bias from dS and the queries, rel_value from P and d_out, rel_p2c from dS and the keys
         if needs_rows:
-            launch_dtable(part, call.rel_query, ds, for_values=False)
+            launch_dtable(call.rel_query, ds, for_values=False)
         if "rel_value" in needed:
-            launch_dtable(part, d_out, probs, for_values=True)
+            launch_dtable(d_out, probs, for_values=True)
         if "rel_p2c" in needed:
             call.launch(
                 "dp2c",
@@ -227,8 +225,7 @@ def _backward(
                 MARGIN=sums.margin,
                 PER_HEAD=sums.per_head,
                 ADDS=sums.adds,
-                LAYOUT=plan.layout,
-                **part._asdict(),
+                **stored_part,
             )
     if sums is not None:
         sums.add_up(tensors.key, d_out, far_sums, far_probs, far_key_sums)

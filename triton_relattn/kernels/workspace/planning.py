@@ -115,8 +115,10 @@ def plan(call: Call, tensors: AttentionTensors, spec: AttentionSpec, dkv: TileCo
         wave_columns = min(slots * block_n, cdiv(slots, blocks) * columns)
         if wave_columns < columns <= MOST_BEYOND * wave_columns:
             wave_columns = columns
-        input_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (tensors.query, tensors.key, tensors.value))
-        max_bytes = max(USUAL_LIMIT, input_bytes, group * rows * wave_columns * bytes_per_pair)
+        max_bytes = max(USUAL_LIMIT, group * rows * wave_columns * bytes_per_pair)
+        if max_bytes < key_heads * group * rows * columns * bytes_per_pair:  # not all fits
+            inputs = (tensors.query, tensors.key, tensors.value)
+            max_bytes = max(max_bytes, sum(tensor.numel() * tensor.element_size() for tensor in inputs))
     max_pairs = max_bytes // bytes_per_pair
 
     max_heads = min(key_heads, max_pairs // (group * rows * columns)) if rows * columns <= MAX_PAIRS else 0
