@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, fields, replace
 from typing import Any
 
-from triton_relattn.kernels.introspect import ARCHITECTURES, selection
+from triton_relattn.kernels.config import selection
+from triton_relattn.kernels.config.architectures import ARCHITECTURES
 
 from .cases.attention import DTYPES
 from .cases.features import FEATURES, Resolved

@@ -23,18 +23,15 @@ from triton_relattn import can_run_triton
 from triton_relattn._core.dtypes import keeps_residual
 from triton_relattn._core.grids import GridTensors
 from triton_relattn._core.spec import AttentionTensors
-from triton_relattn.kernels.introspect import (
-    Call,
-    GridCall,
-    architecture_of,
-    architectures,
-    backward,
-    forward,
-    grid_backward,
-    grid_forward,
-    selection,
-    tuning,
-)
+from triton_relattn.kernels import tuning
+from triton_relattn.kernels.backward import backward
+from triton_relattn.kernels.call import Call
+from triton_relattn.kernels.config import architectures, selection
+from triton_relattn.kernels.config.architectures import architecture_of
+from triton_relattn.kernels.forward import forward
+from triton_relattn.kernels.grid.backward import backward as grid_backward
+from triton_relattn.kernels.grid.call import GridCall
+from triton_relattn.kernels.grid.forward import forward as grid_forward
 
 from .cases.attention import Case
 

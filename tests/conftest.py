@@ -102,7 +102,7 @@ def take_processor(patch: pytest.MonkeyPatch, *flags: str) -> None:
     for name in ("fast_dtypes", "has_fast_fused_attention"):  # which remember what they have found
         patch.setattr(products, name, functools.cache(getattr(products, name).__wrapped__))
     patch.setattr("triton_relattn._blockwise.attention.has_fast_fused_attention", products.has_fast_fused_attention)
-    patch.setattr(products, "FEWEST_PRODUCTS", 0)
+    patch.setattr(products, "MIN_PRODUCTS", 0)
 
 
 def poison_memory(patch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ def cut_tiles(patch: pytest.MonkeyPatch, tiles: Mapping[str, tuple[Any, ...]] | 
     from triton_relattn.kernels import call
     from triton_relattn.kernels.config import architectures, selection
 
-    patch.setattr(call, "fixed", call.fixed.__wrapped__)
+    patch.setattr(call, "call_constants", call.call_constants.__wrapped__)
     if tiles is not None:
         configs = {name: selection.TileConfig(m, n, m // 16, 1, *others) for name, (m, n, *others) in tiles.items()}
         patch.setattr(selection, "select", lambda kernel, *_, **__: configs[kernel])

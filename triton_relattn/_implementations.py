@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -24,51 +24,29 @@ from ._core.warn import untraced, warn_once
 from ._reference import resolved_reference
 
 Tensors: TypeAlias = AttentionTensors | GridTensors
-Spec: TypeAlias = Any
-"""AttentionSpec with AttentionTensors, GridSpec with GridTensors."""
+Spec: TypeAlias = Any  # AttentionSpec with AttentionTensors, GridSpec with GridTensors
 Results: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """Of a forward: out (B, Hq, Nq, Dv), lse (B, Hq, Nq) or (B, Hq, 0), and for the backward softmax_stats (B, Hq, 2, Nq) and extra.
 Those that an implementation does without have no elements."""
+Saved: TypeAlias = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+"""For a backward: out, softmax_stats and extra, None where they were not saved."""
 Gradients: TypeAlias = tuple[torch.Tensor | None, ...]
 """Of the tensors that are differentiable, in their order; None where none is needed or the tensor is absent."""
 
 
 class Implementation:
-    """One way to compute attention. Its methods get records that have been validated."""
+    """One way to compute attention, over a sequence and on a grid; its methods get records that have been validated."""
 
     name: str
-    saves_stats = False
-    """The backward needs out and softmax_stats."""
+    saves_stats = False  # whether the backward needs out and softmax_stats
+    saves_extra: Callable[[AttentionTensors, AttentionSpec], bool]  # whether the backward should have extra: save_extra below
+    empty_results: Callable[[Tensors, Spec, bool], Results]  # (tensors, spec, save_extra), also of tensors without memory
+    forward: Callable[[Tensors, Spec, bool], Results]  # (tensors, spec, save_extra)
+    backward: Callable[[torch.Tensor, torch.Tensor | None, Saved, Tensors, Spec, Sequence[bool]], Gradients]
 
     def why_not(self, query: torch.Tensor, value: torch.Tensor, rel_query: torch.Tensor | None = None) -> str | None:
         """Return why it cannot serve these tensors, with what to do about it; None if it can."""
         return None
-
-    def saves_extra(self, tensors: AttentionTensors, spec: AttentionSpec) -> bool:
-        """Return whether the forward of a call that is differentiated should save_extra."""
-        raise NotImplementedError
-
-    def empty_results(self, tensors: Tensors, spec: Spec, save_extra: bool) -> Results:
-        """Allocate what forward returns; also of tensors without memory."""
-        raise NotImplementedError
-
-    def forward(self, tensors: Tensors, spec: Spec, save_extra: bool) -> Results:
-        """Compute the results, among them extra, which spares the backward work or improves it, if it is to be saved."""
-        raise NotImplementedError
-
-    def backward(
-        self,
-        d_out: torch.Tensor,
-        d_lse: torch.Tensor | None,
-        out: torch.Tensor | None,
-        softmax_stats: torch.Tensor | None,
-        extra: torch.Tensor | None,
-        tensors: Tensors,
-        spec: Spec,
-        needs_grad: Sequence[bool],
-    ) -> Gradients:
-        """Compute the gradients that are needed. out, softmax_stats and extra are what has been saved, else None."""
-        raise NotImplementedError
 
 
 class Reference(Implementation):
@@ -83,8 +61,7 @@ class Reference(Implementation):
 
 
 class Blockwise(Implementation):
-    """Plain torch. The backward computes delta from its blocks, so it needs neither out nor statistics. extra of short calls:
-    the probabilities (B, Hq, Nq, Nk)."""
+    """Plain torch, whose backward needs no statistics. extra of short calls: the probabilities (B, Hq, Nq, Nk)."""
 
     name = "blockwise"
 
@@ -93,27 +70,26 @@ class Blockwise(Implementation):
         return not torch.compiler.is_compiling() and attention.keeps_probs(tensors, spec)
 
     def empty_results(self, tensors: Tensors, spec: Spec, save_extra: bool) -> Results:
+        query = tensors.query
         if isinstance(tensors, GridTensors):
-            return grids.new_out(tensors), *_empty_stats(tensors.query)
-        out, lse = new_like(tensors.query, tensors.value.shape[-1]), attention.new_lse(tensors, spec)
-        return out, lse, *self._saved(tensors, spec, save_extra)
+            return grids.new_out(tensors), *_empty_stats(query)
+        out, lse = new_like(query, tensors.value.shape[-1]), attention.new_lse(tensors, spec)
+        return out, lse, query.new_empty(0, dtype=lse.dtype), self._empty_probs(tensors, spec, save_extra)
 
     def forward(self, tensors: Tensors, spec: Spec, save_extra: bool) -> Results:
         with without_autocast(tensors.query.device):
             if isinstance(tensors, GridTensors):
                 return grids.forward(tensors, spec.scale, spec.dropout_p), *_empty_stats(tensors.query)
-            softmax_stats, probs = self._saved(tensors, spec, save_extra)
+            probs = self._empty_probs(tensors, spec, save_extra)
             method = short if short.serves(tensors, spec) else attention
             out, lse = method.forward(tensors, spec, probs if save_extra else None)
-        return out, lse, softmax_stats, probs
+        return out, lse, out.new_empty(0, dtype=lse.dtype), probs
 
     def backward(
         self,
         d_out: torch.Tensor,
         d_lse: torch.Tensor | None,
-        out: torch.Tensor | None,
-        softmax_stats: torch.Tensor | None,
-        extra: torch.Tensor | None,
+        saved: Saved,
         tensors: Tensors,
         spec: Spec,
         needs_grad: Sequence[bool],
@@ -121,21 +97,18 @@ class Blockwise(Implementation):
         with without_autocast(tensors.query.device):
             if isinstance(tensors, GridTensors):
                 return grids.backward(d_out, tensors, spec.scale, spec.dropout_p, needs_grad)
+            _, _, probs = saved
             method = short if short.serves(tensors, spec) else attention
-            return method.backward(d_out, d_lse, tensors, spec, needs_grad, extra)
+            return method.backward(d_out, d_lse, tensors, spec, needs_grad, probs)
 
-    def _saved(self, tensors: AttentionTensors, spec: AttentionSpec, save_extra: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Allocate softmax_stats, which is empty, and the probabilities, if they are saved.
-
-        Those of keys outside a block's window are 0: the backward, whose blocks depend on the number of threads at its time, may
-        read them.
-        """
-        query, dtype = tensors.query, compute_dtype(tensors.query.dtype)
-        nothing = query.new_empty(0, dtype=dtype)
+    def _empty_probs(self, tensors: AttentionTensors, spec: AttentionSpec, save_extra: bool) -> torch.Tensor:
+        """Allocate the probabilities, if they are saved."""
+        query = tensors.query
         if not save_extra:
-            return nothing, query.new_empty(0)
+            return query.new_empty(0)
+        # Of keys outside a block's window they are 0: the backward, whose blocks depend on the number of threads, may read them.
         new = query.new_empty if max(spec.window_left, spec.window_right) < 0 else query.new_zeros
-        return nothing, new((*query.shape[:3], tensors.key.shape[2]), dtype=dtype)
+        return new((*query.shape[:3], tensors.key.shape[2]), dtype=compute_dtype(query.dtype))
 
 
 def _empty_stats(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -195,13 +168,12 @@ class Triton(Implementation):
         self,
         d_out: torch.Tensor,
         d_lse: torch.Tensor | None,
-        out: torch.Tensor | None,
-        softmax_stats: torch.Tensor | None,
-        extra: torch.Tensor | None,
+        saved: Saved,
         tensors: Tensors,
         spec: Spec,
         needs_grad: Sequence[bool],
     ) -> Gradients:
+        out, softmax_stats, residual = saved
         with torch.cuda.device_of(d_out):
             if isinstance(tensors, GridTensors):
                 from .kernels.grid.backward import backward as grid_backward
@@ -210,7 +182,7 @@ class Triton(Implementation):
                     return grid_backward(d_out, out, softmax_stats, tensors, spec.scale, spec.dropout_p, needs_grad)
             from .kernels.backward import backward
 
-            return backward(d_out, d_lse, out, softmax_stats, tensors, spec, needs_grad, residual=extra)
+            return backward(d_out, d_lse, out, softmax_stats, tensors, spec, needs_grad, residual=residual)
 
 
 TRITON, BLOCKWISE, REFERENCE = Triton(), Blockwise(), Reference()
@@ -226,30 +198,23 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 def choose_implementation(
     name: str | None, query: torch.Tensor, value: torch.Tensor, rel_query: torch.Tensor | None = None
 ) -> Implementation:
-    """Return the implementation to use: the one asked for, or by default triton on a GPU that can run it, else blockwise.
-
-    On a GPU that cannot run triton the default comes with a warning that says why. Kernels on a GPU come with a warning if
-    Triton is newer than the newest that they were tested with, and by default if nobody has checked them on such a GPU. Each is
-    given once in a process.
-
-    Raises:
-        ValueError: an unknown name.
-        NotImplementedError: one was asked for and cannot run; there is no silent fallback.
-    """
+    """Return the implementation asked for, or by default triton on a GPU that can run it, else blockwise. A GPU that gets
+    blockwise by default, a Triton newer than the tests, and a GPU that nobody has checked come with a warning, once in a process.
+    There is no silent fallback for one that is asked for."""
     if name is None:
         if query.device.type != "cuda":
             return BLOCKWISE
         if reason := TRITON.why_not(query, value, rel_query):
-            _warn_of_blockwise(reason)
+            _warn_blockwise(reason)
             return BLOCKWISE
-        warn_of_unchecked(query.device)
+        warn_unchecked(query.device)
     elif name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be None or one of {tuple(IMPLEMENTATIONS)}, got {name!r}")
     elif reason := IMPLEMENTATIONS[name].why_not(query, value, rel_query):
         raise _refusal(name, reason)
     implementation = TRITON if name is None else IMPLEMENTATIONS[name]
     if implementation is TRITON:
-        _warn_of_untested_triton(query.device)
+        _warn_untested_triton(query.device)
     return implementation
 
 
@@ -276,7 +241,7 @@ def _refusal(name: str, reason: str) -> NotImplementedError:
 
 
 @untraced
-def _warn_of_blockwise(reason: str) -> None:
+def _warn_blockwise(reason: str) -> None:
     """Warn that a GPU gets blockwise. That is expected for float64, but usually a mistake if Triton does not load."""
     text = f'a call on a GPU is computed by "blockwise", in plain torch, since the Triton kernels cannot serve it: {reason}. '
     warn_once(reason, text + 'implementation="blockwise" asks for that without this warning', stacklevel=5)
@@ -317,8 +282,7 @@ def _why_no_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-NEWEST_TRITON = (3, 9)
-"""The newest version of Triton that the tests have compiled every kernel with; see docs/versions.md."""
+NEWEST_TRITON = (3, 9)  # the newest version of Triton that the tests have compiled every kernel with; see docs/versions.md
 
 
 @functools.cache
@@ -332,7 +296,7 @@ def _untested_triton() -> str | None:
 
 
 @untraced
-def _warn_of_untested_triton(device: torch.device) -> None:
+def _warn_untested_triton(device: torch.device) -> None:
     """Warn that kernels on a GPU are compiled by a Triton that came after the tests. They may be slow there, or even wrong."""
     version = _untested_triton()
     if version is None or device.type != "cuda":
@@ -348,8 +312,7 @@ def _warn_of_untested_triton(device: torch.device) -> None:
 
 MEASURED = frozenset({(9, 0)})
 """Compute capabilities of the GPUs that have passed: bench/results/h100. They get no warning."""
-CHECKED = "checked"
-"""The folder that remembers checks, in that of the user's files."""
+CHECKED = "checked"  # the folder that remembers checks, in that of the user's files
 
 
 @functools.cache
@@ -376,7 +339,7 @@ def remember_check(device: torch.device) -> bool:
 
 
 @untraced
-def warn_of_unchecked(device: torch.device) -> None:
+def warn_unchecked(device: torch.device) -> None:
     """Warn once that kernels run by default on a kind of GPU that is not in MEASURED, unless a check has passed here."""
     if torch.cuda.get_device_capability(device) in MEASURED or is_checked(device):
         return

@@ -14,12 +14,7 @@ def is_jagged(tensor: Any) -> bool:
 
 
 def packed(arguments: Arguments) -> Arguments:
-    """Return the packed call for jagged query, key and value.
-
-    Raises:
-        TypeError: not all three are (B, N, H, D), transposed, or an argument is one that packed calls do not have.
-        ValueError: there are holes between sequences, or value's or rel_query's have other lengths than key's or query's.
-    """
+    """Return the packed call for jagged query, key and value; TypeError or ValueError says what does not fit."""
     if arguments.attn_mask is not None or arguments.key_lengths is not None:
         raise TypeError("jagged tensors take no attn_mask and no key_lengths: the lengths are part of the tensors")
     query: Any = arguments.query

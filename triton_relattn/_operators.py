@@ -95,7 +95,7 @@ class AttentionOperator:
             d_lse = None
         elif d_lse is not None:  # for a query that sees nothing, merging of partial results may give NaN
             d_lse = d_lse.masked_fill(lse == -torch.inf, 0)
-        grads = IMPLEMENTATIONS[name].backward(d_out, d_lse, out, softmax_stats, extra, tensors, spec, needs_grad)
+        grads = IMPLEMENTATIONS[name].backward(d_out, d_lse, (out, softmax_stats, extra), tensors, spec, needs_grad)
         return tuple(d_out.new_empty(0) if grad is None else grad for grad in grads)
 
     def _backward_fake(self, d_out, d_lse, out, lse, softmax_stats, extra, *arguments) -> tuple[torch.Tensor, ...]:  # type: ignore[no-untyped-def]
@@ -139,8 +139,7 @@ class AttentionOperator:
 
 
 def is_differentiated(tensors: Iterable[torch.Tensor | None]) -> bool:
-    """Return whether a derivative by any of the tensors may be asked for, in reverse mode or in forward mode (which will be
-    refused)."""
+    """Return whether a derivative by any of the tensors may be asked for, in reverse or (to be refused) in forward mode."""
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
         return True
     return not torch.compiler.is_compiling() and forward_ad._current_level >= 0  # private: torch has no question for it
@@ -150,8 +149,7 @@ class OperatorFunction(torch.autograd.Function):
     """An operator as autograd and torch.func see it."""
 
     operator: Any
-    num_differentiable: int
-    """The derivative may be asked for by so many of its first arguments."""
+    num_differentiable: int  # the derivative may be asked for by so many of its first arguments
 
     @classmethod
     def forward(cls, *arguments: Any) -> Any:

@@ -109,11 +109,7 @@ def limit_memory(limit: int) -> None:
 
 
 def in_own_process(work: Callable[..., dict[str, Any]], arguments: tuple[Any, ...], timeout: float | None) -> dict[str, Any]:
-    """Return the columns that ``work(*arguments)`` finds in a process of its own, or a status: how the process ended.
-
-    Args:
-        timeout: seconds after which the process is stopped; None: never.
-    """
+    """Return what ``work(*arguments)`` finds in a process of its own, or a status: how the process ended. timeout: in seconds."""
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     context: Any = multiprocessing.get_context(method)
     context.set_forkserver_preload([work.__module__])

@@ -31,11 +31,8 @@ def reference_attention(
 
 
 def _attention(tensors: AttentionTensors, spec: AttentionSpec, first_sequence: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute out and lse of a batch that is not packed. Every step is one line of the formula, in the dtype of the inputs.
-
-    Args:
-        first_sequence: the number of the first batch entry, for dropout.
-    """
+    """Compute out and lse of a batch that is not packed, by the formula. first_sequence: number of the first entry, for
+    dropout."""
     content, position = score_terms(tensors, spec)
     keep = dropout_keep(tensors, spec, first_sequence) if spec.dropout_p > 0 else None
     probs, lse = probabilities(content if position is None else content + position, tensors, spec, keep)

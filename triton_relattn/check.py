@@ -179,11 +179,8 @@ def check_result(
     inputs: Inputs,
     arguments: dict[str, Any],
 ) -> None:
-    """The error rule; in float32 there is twice the room, since logits are scaled to base 2 before the exponential.
-
-    Raises:
-        AssertionError: the error is too large.
-    """
+    """Raise AssertionError if a result breaks the error rule. In float32 there is twice the room, since logits are scaled to base
+    2 before the exponential."""
     factor = (3 if name.startswith("d_") else 2) * (2 if inputs.query.dtype == torch.float32 else 1)
     testing.assert_within_budget(name, actual, golden[name], reference[name], factor=factor, exact_reference=True)
     if name.startswith("d_") and inputs.query.dtype == torch.float32:

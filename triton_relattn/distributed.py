@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from ._core import removed, validation
 from ._core.arguments import Arguments, Options, OptionsVarlen
+from ._core.dropout import draw_dropout
+from ._core.dtypes import with_wide_tables
 from ._core.names import require_names
 from ._core.spec import TABLES, AttentionSpec, AttentionTensors
 from ._distributed.attention import (
@@ -26,12 +28,11 @@ from ._distributed.attention import (
     gather_sizes,
     group_name,
     join,
-    layout_of_ranks,
     num_positions,
+    rank_layout,
     zigzag,
 )
 from ._distributed.dtensors import attend_dtensors
-from ._distributed.strategies import draw_dropout, with_wide_tables
 from ._implementations import choose_implementation
 
 if TYPE_CHECKING:
@@ -165,7 +166,7 @@ def shard(
     _, rank, size = _process_group(group)
     total = tensor.shape[dim]
     even = [total // size + (number < total % size) for number in range(size)]
-    ranks = zigzag(total, size) if layout == "zigzag" else layout_of_ranks(layout, even)
+    ranks = zigzag(total, size) if layout == "zigzag" else rank_layout(layout, even)
     return cut(tensor, ranks[rank], dim)
 
 
@@ -181,7 +182,7 @@ def unshard(
     gathered = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(gathered, padded, group=process_group)
     shards = [shard[:size] for shard, size in zip(gathered, sizes, strict=True)]
-    return join(shards, layout_of_ranks(layout, sizes), 0).movedim(0, dim)
+    return join(shards, rank_layout(layout, sizes), 0).movedim(0, dim)
 
 
 def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> tuple[Any, int, int]:
@@ -270,7 +271,7 @@ def _attend(
         tensors, spec = validation.resolve(arguments)
     else:
         group, _, _ = _process_group(group)
-        queries, keys = (layout_of_ranks(layout, sizes) for sizes in _rank_sizes(arguments, group, *shard_sizes))
+        queries, keys = (rank_layout(layout, sizes) for sizes in _rank_sizes(arguments, group, *shard_sizes))
         tensors, spec = _resolve(arguments, queries, keys)
     chosen = choose_implementation(implementation, tensors.query, tensors.value, tensors.rel_query)
     if spec.dropout_p > 0:

@@ -16,8 +16,10 @@ import torch
 from . import _implementations
 from ._core import validation
 from ._core.arguments import Arguments, Options, OptionsVarlen
+from ._core.dropout import draw_dropout
+from ._core.dtypes import with_wide_tables
 from ._core.names import refuse_unknown
-from ._distributed.strategies import draw_dropout, shards_positions, with_wide_tables
+from ._distributed.strategies import shards_positions
 from ._jagged import is_jagged, jagged, packed
 from ._operators import relative_attention
 from .positions import RelativePositions

@@ -10,17 +10,15 @@ from functools import partial
 
 import torch
 
-from ._core.dropout import keep_mask, keep_scale
-from ._core.dtypes import autocast_dtype, cast, without_autocast
+from ._core.dropout import draw_dropout, keep_mask, keep_scale
+from ._core.dtypes import autocast_dtype, cast, widened, without_autocast
 from ._core.grids import GridSpec, GridTensors, grid_terms
 from ._core.validation import check_number, check_operand, check_pair, check_probability
 from ._core.warn import warn_once
-from ._distributed.strategies import draw_dropout, widened
 from ._implementations import REFERENCE, choose_implementation
 from ._operators import grid_attention
 
-Grid = tuple[int, int]
-"""Height and width."""
+Grid = tuple[int, int]  # height and width
 MAX_EMBEDDING_ROWS = 3072
 """Rows whose gradient torch's embedding sums in one kernel on a GPU. With more it sorts them, and on an H100 with torch 2.11 the
 gradients of tables of 4,096 and 4,900 did not repeat bit for bit."""
@@ -198,11 +196,7 @@ def _check(
     key_grid: Grid | None,
     scale: float | None,
 ) -> tuple[Grid, Grid, float]:
-    """Return grid, key_grid and scale, with every default filled in.
-
-    Raises:
-        ValueError, TypeError: the arguments are not as :func:`decomposed_relative_attention` wants them.
-    """
+    """Check the arguments of decomposed_relative_attention; return grid, key_grid and scale, with every default filled in."""
     operands, tables = {"query": query, "key": key, "value": value}, {"rel_pos_h": rel_pos_h, "rel_pos_w": rel_pos_w}
     for name, tensor in (operands | tables).items():
         check_operand(name, tensor, query)

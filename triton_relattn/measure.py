@@ -44,11 +44,7 @@ class Work(NamedTuple):
 
 
 def find(path: str) -> Any:
-    """Return what ``package.module:name`` names.
-
-    Raises:
-        ValueError: there is no such thing.
-    """
+    """Return what ``package.module:name`` names; ValueError if there is no such thing."""
     module, _, name = path.partition(":")
     sys.path.insert(0, "")
     try:
@@ -66,11 +62,7 @@ def build(path: str) -> object:
 
 
 def example_inputs(model: Any, length: int, batch: int) -> dict[str, torch.Tensor]:
-    """Return random inputs of a model of transformers, as its main input and its configuration describe them.
-
-    Raises:
-        ValueError: they do not.
-    """
+    """Return random inputs of a model of transformers, by its main input and configuration; ValueError if these do not tell."""
     config, name = getattr(model, "config", None), getattr(model, "main_input_name", None)
     vocabulary = getattr(config, "vocab_size", None)
     widths = [getattr(config, key, None) for key in ("num_mel_bins", "feature_size", "feature_projection_input_dim")]
@@ -132,8 +124,8 @@ def largest_difference(outputs: list[torch.Tensor], others: list[torch.Tensor]) 
 
 
 def measure_model(work: Work, is_enabled: bool, file: str, memory_limit: int) -> dict[str, Any]:
-    """Return seconds, bytes above weights and inputs, and of an enabled model report and difference from the outputs in the file,
-    which the stock model writes; or a status that says why not."""
+    """Return seconds, bytes beyond weights and inputs, and for an enabled model its report and difference from the stock output
+    in the file; or a status that says why not."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what enable leaves is in its report
@@ -194,11 +186,7 @@ def counted_calls() -> Iterator[Counter[str]]:
 
 
 def measure(work: Work) -> int:
-    """Measure a model before and after enable, and print what differs. Return 0, or 1 if the enabled model was not measured.
-
-    Raises:
-        ValueError: there is no such model or function of inputs.
-    """
+    """Measure a model before and after enable, and print what differs. Return 0, or 1 if the enabled model was not measured."""
     for path in filter(None, (work.model, work.inputs)):
         find(path)
     passes = "forward and backward" if work.backward else "forward"

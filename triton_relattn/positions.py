@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-LARGEST_POSITION = 2**29
-"""Largest position or distance. Sums of a few of them fit the 32 bits in which kernels count."""
+LARGEST_POSITION = 2**29  # largest position or distance. Sums of a few of them fit the 32 bits in which kernels count.
 
 
 def integer(name: str, value: Any) -> int:

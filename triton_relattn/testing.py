@@ -29,8 +29,7 @@ from ._core.spec import DIFFERENTIABLE
 if not TYPE_CHECKING:
     __getattr__ = partial(refuse, __name__)
 
-SHARP_FACTOR = 8.0
-"""Factor of the queries for sharp attention, which gives logits of about +-30."""
+SHARP_FACTOR = 8.0  # factor of the queries for sharp attention, which gives logits of about +-30
 SHARP_SHIFT = 4.0
 """Number added to value and d_out for sharp attention: rowsum(out * d_out) is then large against its difference from dP."""
 

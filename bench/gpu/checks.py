@@ -23,7 +23,7 @@ from bench.cases.methods import ours
 from bench.measure import timing
 from bench.report.rows import in_one_line
 from triton_relattn.check import judge
-from triton_relattn.kernels.introspect import planning
+from triton_relattn.kernels.workspace import planning
 from triton_relattn.testing import Inputs
 
 from .report import Report, kind

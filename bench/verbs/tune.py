@@ -9,7 +9,7 @@ import argparse
 
 import torch
 
-from triton_relattn.kernels.introspect import tuning
+from triton_relattn.kernels import tuning
 
 from ..cases import attention as cases
 from ..report.text import progress

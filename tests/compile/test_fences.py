@@ -22,9 +22,9 @@ def an_older_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whatever Triton is installed is taken for one that leaves out fences."""
     monkeypatch.setattr(fences, "LACKS_FENCES", True)
     monkeypatch.setattr(implementations, "choose_implementation", lambda *_: implementations.TRITON)
-    call.fixed.cache_clear()  # with what was compiled before
+    call.call_constants.cache_clear()  # with what was compiled before
     yield
-    call.fixed.cache_clear()
+    call.call_constants.cache_clear()
 
 
 def launches_for(target: str) -> list[Launch]:
@@ -47,7 +47,7 @@ def test_every_product_on_hopper_has_a_fence(monkeypatch: pytest.MonkeyPatch) ->
     assert {name for name, each in before.items() if each} == {"forward", "dkv", "dq", "dtable"}
     assert {instruction for each in before.values() for instruction in each} == {"fence.proxy.async.shared::cta;"}
     monkeypatch.setattr(fences, "LACKS_FENCES", False)
-    call.fixed.cache_clear()
+    call.call_constants.cache_clear()
     assert not {launch.kernel.hash for launch in launches} & {launch.kernel.hash for launch in launches_for("sm_90")}
 
 

@@ -96,9 +96,9 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(launching, "_run", run)
-    of_call.fixed.cache_clear()
+    of_call.call_constants.cache_clear()
     yield names
-    of_call.fixed.cache_clear()
+    of_call.call_constants.cache_clear()
 
 
 def test_as_triton_would_find_them(searches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

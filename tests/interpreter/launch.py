@@ -120,7 +120,7 @@ def selectable(kernel: str) -> list[TileConfig]:
 def round_terms(monkeypatch: pytest.MonkeyPatch, rounded: bool) -> None:
     """Let the kernels round terms to float16, or not, whatever the inputs are; nothing is kept of earlier calls' decisions."""
     monkeypatch.setattr(architectures, "rounds_terms", lambda *_: rounded)
-    monkeypatch.setattr(of_launches, "fixed", of_launches.fixed.__wrapped__)
+    monkeypatch.setattr(of_launches, "call_constants", of_launches.call_constants.__wrapped__)
 
 
 def has_wide_index(tensor: torch.Tensor) -> bool:

@@ -86,7 +86,7 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
 def warned() -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        implementations.warn_of_unchecked(GPU)
+        implementations.warn_unchecked(GPU)
     return [str(warning.message) for warning in caught]
 
 

@@ -12,7 +12,7 @@ import torch
 from tests.interpreter.guard import Order, guarded, in_poisoned_storage, programs_in_order
 from tests.tolerance import assert_gradients_close_fp32, assert_near, tolerance_of, within
 from triton_relattn import append_decomposed_positions, decomposed_relative_attention
-from triton_relattn._core.dropout import origins_of
+from triton_relattn._core.dropout import whole_origins
 from triton_relattn._core.grids import GridTensors
 from triton_relattn.kernels.config import selection
 from triton_relattn.kernels.config.tile_config import TileConfig
@@ -275,7 +275,7 @@ def test_the_operator(dropout_p: float) -> None:
     case = CASES["pooled keys"]
     query, key, value, *_ = tensors(case, heads=1)
     leaves = [query, key, value, torch.randn(8, 4, 16), torch.randn(10, 5, 16)]
-    of_dropout = (torch.tensor([5]), origins_of(query.shape[0], 1, query.device)) if dropout_p else (None, None)
+    of_dropout = (torch.tensor([5]), whole_origins(query.shape[0], 1, query.device)) if dropout_p else (None, None)
     arguments = (*(each.requires_grad_() for each in leaves), *of_dropout, 0.3, dropout_p, "triton", False)
     torch.library.opcheck(torch.ops.triton_relattn.grid_attention_forward.default, arguments)
 

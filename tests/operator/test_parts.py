@@ -13,7 +13,7 @@ from tests.samples import Sample
 from tests.tolerance import assert_near
 from triton_relattn import RelativePositions, merge_attention
 from triton_relattn._core.arguments import Arguments
-from triton_relattn._core.dropout import draw_seed, origins_of
+from triton_relattn._core.dropout import draw_seed, whole_origins
 from triton_relattn._core.grids import GridSpec, GridTensors
 from triton_relattn._core.spec import AttentionSpec, AttentionTensors
 from triton_relattn._core.validation import resolve
@@ -79,7 +79,7 @@ def resolved(*tensors: torch.Tensor | None, **arguments: Any) -> tuple[Attention
 
 def part(call: AttentionTensors, first_query: int, first_key: int) -> AttentionTensors:
     """A call as a part of a larger one, with the sequences and heads BATCH and HEADS, queries and keys from these on."""
-    origins = origins_of(BATCH.stop, HEADS.stop, call.query.device)[BATCH, HEADS]
+    origins = whole_origins(BATCH.stop, HEADS.stop, call.query.device)[BATCH, HEADS]
     return call._replace(dropout_origins=origins + torch.tensor([0, 0, first_query, first_key]))
 
 

@@ -33,10 +33,7 @@ from .products import has_fast_fused_attention
 def probabilities(
     block: Block, out: torch.Tensor | None = None, lse: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return a block's probabilities, as matrices, and the derivative of softcap, None without softcap.
-
-    out: memory for them. lse: of softmax().
-    """
+    """Return a block's probabilities, as matrices, in memory that is given or new, and the derivative of softcap or None."""
     group, call = block.group, block.call
     out = block.scores("scores", call.dtype) if out is None else out
     # scale * Q K^T: [heads_per_key * M, D] @ [D, N]
@@ -69,13 +66,8 @@ def add_terms(block: Block, pairs: torch.Tensor) -> None:
 
 
 def softmax(scores: torch.Tensor, may_hide_rows: bool, lse: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute the probabilities in place of the scores. Each row sums to one, whatever the logits, or is zero if all its logits
-    are -inf.
-
-    Args:
-        may_hide_rows: whether there may be such rows.
-        lse: memory for the log-sum-exp of the rows, in their order; None: it is not computed, which saves passes.
-    """
+    """Compute the probabilities in place of the scores. A row sums to one, or is zero if all its logits are -inf (may_hide_rows:
+    some may be). lse: memory for the log-sum-exp of the rows; None saves passes."""
     hidden = largest = None
     if lse is not None or may_hide_rows:
         largest = scores.amax(-1, keepdim=True)
@@ -148,10 +140,8 @@ def new_lse(tensors: AttentionTensors, spec: AttentionSpec) -> torch.Tensor:
 def forward(
     tensors: AttentionTensors, spec: AttentionSpec, saved_probs: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute out (B, Hq, Nq, Dv) in the inputs' dtype, and lse, see new_lse().
-
-    saved_probs: memory for the probabilities, before dropout, for the backward; None: they are not saved.
-    """
+    """Compute out (B, Hq, Nq, Dv) in the inputs' dtype, and lse, see new_lse(). saved_probs: memory for the probabilities before
+    dropout, for the backward."""
     out, lse = new_like(tensors.query, tensors.value.shape[-1]), new_lse(tensors, spec)
     call = Call(tensors, spec, rounds_terms=saved_probs is None)  # what is saved must fit the logits of the backward
     forward_block = fused_block if can_fuse(call, saved_probs) else block_by_steps
@@ -201,7 +191,7 @@ def can_fuse(call: Call, saved_probs: torch.Tensor | None) -> bool:
         return False
     is_boolean = attn_mask is None or attn_mask.dtype == torch.bool  # numbers may be too large for bfloat16
     is_finite = bool((key.sum(dtype=call.dtype) + value.sum(dtype=call.dtype)).isfinite())  # NaN of a hidden key would reach all
-    return is_boolean and is_finite and key.shape[3] == value.shape[3] and query.shape[2] >= call.cut.sizes.fewest_rows
+    return is_boolean and is_finite and key.shape[3] == value.shape[3] and query.shape[2] >= call.cut.sizes.min_rows
 
 
 def fused_block(block: Block, out: torch.Tensor, lse: torch.Tensor | None, _: torch.Tensor | None) -> None:
@@ -230,14 +220,12 @@ def backward(
     d_lse: torch.Tensor | None,
     tensors: AttentionTensors,
     spec: AttentionSpec,
-    wanted: Iterable[bool] = (True,) * len(DIFFERENTIABLE),
+    needs_grad: Iterable[bool] = (True,) * len(DIFFERENTIABLE),
     saved_probs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of the tensors that spec.DIFFERENTIABLE names; None for those that are not wanted or not there.
-
-    saved_probs: the probabilities that the forward has saved; None: they are computed again.
-    """
-    call, inputs = Call(tensors, spec), wanted_by_name(tensors, wanted)
+    saved_probs: the forward's; None: they are computed again."""
+    call, inputs = Call(tensors, spec), inputs_that_need_grad(tensors, needs_grad)
     call.gradients = {name: gradient_like(tensor) for name, tensor in inputs.items() if name not in TABLES}
     for name, gradient in call.gradients.items():
         if call.runs_without_keys or (name in ("key", "value") and not call.sees_all_keys):
@@ -255,10 +243,10 @@ def backward(
     return in_order(call.gradients, inputs)
 
 
-def wanted_by_name(tensors: AttentionTensors, wanted: Iterable[bool]) -> dict[str, torch.Tensor]:
+def inputs_that_need_grad(tensors: AttentionTensors, needs_grad: Iterable[bool]) -> dict[str, torch.Tensor]:
     """Return the tensors whose gradients are wanted."""
-    inputs = zip(DIFFERENTIABLE, wanted, tensors, strict=False)
-    return {name: tensor for name, is_wanted, tensor in inputs if is_wanted and tensor is not None}
+    inputs = zip(DIFFERENTIABLE, needs_grad, tensors, strict=False)
+    return {name: tensor for name, needed, tensor in inputs if needed and tensor is not None}
 
 
 def in_order(gradients: dict[str, torch.Tensor], inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
@@ -277,18 +265,17 @@ def in_order(gradients: dict[str, torch.Tensor], inputs: dict[str, torch.Tensor]
 class Gradients:
     """The gradients of a group's rows and columns, which its blocks write or add to, and those of its results."""
 
-    def __init__(self, group: Group, wanted: Set[str], d_out: torch.Tensor, d_lse: torch.Tensor | None) -> None:
-        self.group, self.wanted = group, wanted
+    def __init__(self, group: Group, needs_grad: Set[str], d_out: torch.Tensor, d_lse: torch.Tensor | None) -> None:
+        self.group, self.needs_grad = group, needs_grad
         totals = group.call.gradients  # of the call's tensors
         self.d_out, self.d_lse = group.rows(d_out), None if d_lse is None else group.rows(d_lse[..., None])
-        self.query = group.new_rows(totals["query"]) if "query" in wanted else None
-        self.rel_query = group.new_rows(totals["rel_query"]).zero_() if "rel_query" in wanted else None
-        self.key, self.value = (group.new_columns(totals[n], n) if n in wanted else None for n in ("key", "value"))
+        self.query = group.new_rows(totals["query"]) if "query" in needs_grad else None
+        self.rel_query = group.new_rows(totals["rel_query"]).zero_() if "rel_query" in needs_grad else None
+        self.key, self.value = (group.new_columns(totals[n], n) if n in needs_grad else None for n in ("key", "value"))
         self.keys_by_head = None
-        if "rel_p2c" in group.tables and "key" in wanted:
+        if "rel_p2c" in group.tables and "key" in needs_grad:
             self.keys_by_head = torch.zeros_like(group.keys_by_head)
-        self.beta = 0
-        """0 as long as no block has written to key and value."""
+        self.beta = 0  # 0 as long as no block has written to key and value
 
     def write(self) -> None:
         """Write what is complete to the gradients of the call's tensors."""
@@ -315,7 +302,7 @@ class Gradients:
 
 def backward_block(gradients: Gradients, block: Block, saved_probs: torch.Tensor | None) -> None:
     """Add a block's part to all gradients."""
-    group, call, wanted = block.group, block.call, gradients.wanted
+    group, call, needs_grad = block.group, block.call, gradients.needs_grad
     products, tables, dtype, scale = group.products, group.tables, call.product_dtype, call.spec.scale
     if not (gradients.beta or block.has_all_columns):
         gradients.clear()
@@ -327,9 +314,9 @@ def backward_block(gradients: Gradients, block: Block, saved_probs: torch.Tensor
     d_out = block.matrices(d_out_rows)
     if gradients.value is not None:  # dV^T += dO^T P: [Dv, heads_per_key * M] @ [heads_per_key * M, N]
         products.add(block.columns(gradients.value).mT, cast(d_out, dtype).mT, cast(dropped, dtype), beta=beta)
-    if "rel_value" in wanted:
+    if "rel_value" in needs_grad:
         tables["rel_value"].add_products(group.setting, dropped.view(block.shape), block.base, d_out_rows, None)
-    if wanted <= {"value", "rel_value"}:
+    if needs_grad <= {"value", "rel_value"}:
         return
     # dP = dO V^T: [heads_per_key * M, Dv] @ [Dv, N]. All terms are added by now but for those of rel_value, which come next.
     out = block.scores("d_scores" if "rel_value" in tables else "terms", call.dtype)
@@ -355,17 +342,17 @@ def backward_block(gradients: Gradients, block: Block, saved_probs: torch.Tensor
 
 def add_gradients(gradients: Gradients, block: Block, pairs: torch.Tensor) -> None:
     """Add what the gradients of the logits, [S, H, M, N], give to those of the tables, and of what the tables meet."""
-    group, wanted, rel_scale = block.group, gradients.wanted, block.call.spec.rel_scale
+    group, needs_grad, rel_scale = block.group, gradients.needs_grad, block.call.spec.rel_scale
     for name, table in group.tables.items():
         if name == "rel_key":
             rows = gradients.query if block.call.tensors.rel_query is None else gradients.rel_query
-            total, vectors = None if rows is None else block.rows(rows), block.rel_query if name in wanted else None
+            total, vectors = None if rows is None else block.rows(rows), block.rel_query if name in needs_grad else None
             if total is not None or vectors is not None:
                 table.add_products(group.setting, pairs, block.base, vectors, total, rel_scale)
-        elif name == "rel_bias" and name in wanted:
+        elif name == "rel_bias" and name in needs_grad:
             table.add_products(group.setting, pairs, block.base, None, None)
-        elif name == "rel_p2c" and wanted & {"key", "rel_p2c"}:
+        elif name == "rel_p2c" and needs_grad & {"key", "rel_p2c"}:
             d_keys = None if gradients.keys_by_head is None else block.columns(gradients.keys_by_head)
             for columns, keys in group.panels(block):
-                total, vectors = None if d_keys is None else d_keys[:, :, columns], keys if name in wanted else None
+                total, vectors = None if d_keys is None else d_keys[:, :, columns], keys if name in needs_grad else None
                 table.add_products(group.setting, pairs.mT[:, :, columns], -block.base - columns.start, vectors, total, rel_scale)

@@ -101,19 +101,13 @@ class Table:
     def __init__(
         self, name: str, table: torch.Tensor, first: int, clamp: bool, positions: range, visible: Sequence[tuple[int, int]]
     ) -> None:
-        """Take the rows from a table.
-
-        Args:
-            table: (1 or Hq, R, width); of a bias, whose rows meet no vectors, the width is 1.
-            first: the position of its first row. clamp: whether beyond its ends the end rows apply.
-            visible: ranges of positions that pairs have, in their order.
-        """
+        """Take the rows from a table (1 or Hq, R, width), a bias with width 1, whose row 0 is at position first. clamp: end rows
+        apply beyond its ends. visible: ranges of positions that pairs have, in their order."""
         self.name, self.table, self.is_bias = name, table, name == "rel_bias"
         self.first, self.last, self.low = first, first + table.shape[1] - 1, positions.start
         start, stop = (min(max(end, positions.start), positions.stop) for end in (first, self.last + 1))
         self.own = slice(start - first, stop - first) if start < stop else slice(0, 0)
-        self.inside = slice(start - self.low, stop - self.low)
-        """Rows of the table, and where they are among the positions."""
+        self.inside = slice(start - self.low, stop - self.low)  # rows of the table, and where they are among the positions
         lowest, highest = visible[0][0], max(high for _, high in visible)
         self.has_far = (clamp and lowest < first, clamp and highest > self.last + 1)
         """Whether pairs are before the table's first row, and behind its last one, and have its term."""
@@ -138,8 +132,8 @@ class Table:
         self._end_sums: torch.Tensor | None = None
 
     def operand(self, heads: slice, dtype: torch.dtype) -> torch.Tensor:
-        """Return the rows as the transposed operand of a product in a dtype: (width, positions) if the heads share them, else
-        (H, width, positions)."""
+        """Return the rows as a product's transposed operand: (width, positions) if the heads share them, else (H, width,
+        positions)."""
         kind = heads.start, heads.stop, dtype
         if kind not in self._operands:
             rows = cast(select_heads(self.rows, heads), dtype).mT
@@ -163,8 +157,7 @@ class Table:
         return [(end, part) for end, part in columns if self.has_far[end] and part.start < part.stop]
 
     def window(self, position: int, num_rows: int, num_columns: int, products: Products) -> tuple[int, int]:
-        """Return the first of the rows that a block needs whose row 0 and first column have that position, and their number: a
-        multiple of a step if there are that many."""
+        """Return the first row that a block needs whose row 0 and first column have that position, and their number."""
         first = position - num_rows + 1 - self.low
         width = up(num_rows + num_columns - 1, products.band_step)
         return first, min(width, self.rows.shape[1] - first)
@@ -172,12 +165,8 @@ class Table:
     def add_terms(
         self, setting: Setting, pairs: torch.Tensor, base: int, vectors: torch.Tensor | None = None, alpha: float = 1.0
     ) -> None:
-        """Add alpha * vectors . table to the pairs [S, H, M, N] of a block; of a bias, its rows.
-
-        Args:
-            base: the position of row 0 and column 0.
-            vectors: the rows, [S, H, M, W].
-        """
+        """Add alpha * vectors . table, vectors [S, H, M, W], to the pairs [S, H, M, N] of a block whose row 0 and column 0 have
+        the position base; of a bias, its rows."""
         m, n = pairs.shape[2:]
         near = start, stop = self.near(base, m, n)
         if start < stop and vectors is None:

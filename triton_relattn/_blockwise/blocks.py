@@ -21,10 +21,8 @@ from .masks import Limits, triangles
 from .products import Memory, Products, product_dtype, transposed
 from .rows import Gather, Slices
 
-FEWEST_VIEWED = 8
-"""Blocks from which a table that has all positions is not copied."""
-FEWEST_KEYS = 32
-"""Keys of a band of rel_p2c: products with fewer are slow."""
+MIN_VIEWED = 8  # blocks from which a table that has all positions is not copied
+MIN_KEYS = 32  # keys of a band of rel_p2c: products with fewer are slow
 
 
 def may_be_infinite(tensors: AttentionTensors) -> bool:
@@ -114,29 +112,27 @@ class Call:
 class Group:
     """Sequences and heads whose scores are computed together, with their rows and columns ready for products."""
 
-    def __init__(self, call: Call, runs: list[Run], heads: slice, most_rows: int, products: Products) -> None:
-        """most_rows: of a block."""
+    def __init__(self, call: Call, runs: list[Run], heads: slice, max_rows: int, products: Products) -> None:
+        """max_rows: of a block."""
         self.call, self.heads, self.products = call, heads, products
         spec, tensors, step, first = call.spec, call.tensors, products.step, runs[0]
         key_heads = slice(heads.start // call.heads_per_key, heads.stop // call.heads_per_key)
         self.runs, self.sizes = runs, (sum(run.count for run in runs), heads.stop - heads.start)
         self.num_matrices = self.sizes[0] * (key_heads.stop - key_heads.start)
         self.num_queries, self.num_keys = aligned_shape(runs)
-        self.base = min(run.start - run.offset for run in runs)
-        """The position of row 0 and column 0."""
-        self.num_blocks = -(-self.num_queries // most_rows)
+        self.base = min(run.start - run.offset for run in runs)  # the position of row 0 and column 0
+        self.num_blocks = -(-self.num_queries // max_rows)
         self.num_rows = up(-(-self.num_queries // self.num_blocks), step)
         """Rows of a block, as even as possible; the last one has fewer if products take them."""
         self.all_rows = up(self.num_queries, step)
         self.num_columns = up(self.num_keys, step) + (step if spec.window_left >= 0 and step > 1 else 0)
         # With few blocks the last columns of bands are worth a multiple of the step; with many the table need not be padded.
-        padding = products.band_step if step > 1 or self.num_blocks < FEWEST_VIEWED else 0
+        padding = products.band_step if step > 1 or self.num_blocks < MIN_VIEWED else 0
         self.positions = range(self.base - self.all_rows + 1, self.base + self.num_columns + padding)
         """All that a band of its blocks may have."""
         self.visible = tuple(sorted({self._visible(run) for run in runs}))
         """From the lowest to the highest position that the pairs of each sequence have."""
-        self.is_uniform = len(runs) == 1
-        """Whether its queries and keys are views of the tensors."""
+        self.is_uniform = len(runs) == 1  # whether its queries and keys are views of the tensors
         self.query_rows: Slices | Gather
         self.key_rows: Slices | Gather
         if self.is_uniform:
@@ -178,11 +174,10 @@ class Group:
         return keys if self.call.heads_per_key == 1 else keys.repeat_interleave(self.call.heads_per_key, 1)
 
     def panels(self, block: Block) -> list[tuple[slice, torch.Tensor]]:
-        """Return parts of a block's columns, and their keys, (sequences, heads, columns, width): the rows of bands of rel_p2c, of
-        which many columns are not needed if they have many rows."""
+        """Return parts of a block's columns and their keys, rows of bands of rel_p2c; large parts have many unneeded columns."""
         kind = block.start, block.num_columns
         if self._panels is None or self._panels[0] != kind:
-            step, keys = max(self.num_rows // 2, min(self.num_rows, FEWEST_KEYS)), block.columns(self.keys_by_head)
+            step, keys = max(self.num_rows // 2, min(self.num_rows, MIN_KEYS)), block.columns(self.keys_by_head)
             parts = [slice(start, min(start + step, block.num_columns)) for start in range(0, block.num_columns, step)]
             self._panels = kind, [(part, keys[:, :, part].contiguous()) for part in parts]
         return self._panels[1]
@@ -206,8 +201,8 @@ class Group:
         return tensor.new_empty(*self.sizes, self.all_rows, tensor.shape[3], dtype=dtype)
 
     def new_columns(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """Return memory for sums of columns: of batches, a view of the keys of a (B, Hk, Nk, width) tensor if they are
-        contiguous. A single matrix is transposed in memory, for products that add to it are faster then."""
+        """Return memory for sums of columns, a view of the tensor if it can be; a single matrix is transposed, to be added to
+        faster."""
         width, dtype = tensor.shape[3], self.call.dtype
         if self.num_matrices == 1:
             return self.call.memory(name, (width, self.num_columns), dtype).mT
@@ -244,8 +239,7 @@ class Block:
         self.start, self.num_keys = start, max(stop - start, 0)
         self.num_columns = up(self.num_keys, step)
         self.has_all_columns = self.num_columns == group.num_columns
-        self.base = group.base + start - row
-        """The position of row 0 and column 0."""
+        self.base = group.base + start - row  # the position of row 0 and column 0
         self.shape = (*group.sizes, self.num_rows, self.num_columns)
         self.is_matrix = group.sizes == (1, 1)
         matrix = group.call.heads_per_key * self.num_rows, self.num_columns

@@ -26,16 +26,13 @@ class Sizes(NamedTuple):
     short_rows: int = 224
     """Queries up to which whole sequences are computed at once (short.py): with more, bands have many columns that are not
     needed."""
-    rows: int = 128
-    """Queries of a block for each thread, of one head."""
-    fewest_rows: int = 32
+    rows: int = 128  # queries of a block for each thread, of one head
+    min_rows: int = 32
     """The same where heads share keys, or the window is short: most scores of a block much longer than it would be hidden."""
-    batch_rows: int = 64
-    """Queries of a block of a batch: with more, bands have many columns that are not needed."""
+    batch_rows: int = 64  # queries of a block of a batch: with more, bands have many columns that are not needed
     few_scores: int = 1 << 17
     """Scores of a block of one head up to which heads and sequences are computed in batches; see few_for_onednn."""
-    elements: int = 1 << 19
-    """Scores of a batch for each thread, two megabytes."""
+    elements: int = 1 << 19  # scores of a batch for each thread, two megabytes
     block_cost: int = 1 << 13
     """Scores that take as long as the start of a block: sequences are padded to one length rather than that."""
 
@@ -49,7 +46,7 @@ SIZES = Sizes()
 THREADS_ELSEWHERE = 64
 """Threads assumed for a device other than a CPU: its blocks must be large enough that launches do not take most of the
 time."""
-FEWEST_THREADS = 2
+MIN_THREADS = 2
 """Threads whose scores a block may have in any case. With more its scores take no more memory than the call's tensors and their
 gradients."""
 SCORES = 6
@@ -84,8 +81,7 @@ class Run(NamedTuple):
 
 
 def find_runs(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[list[Run], list[Run]]:
-    """Return the sequences with queries that see keys, and those with queries that see none. This reads the tensors of lengths
-    and offsets, and so waits for a GPU."""
+    """Return the sequences with queries that see keys, and those whose queries see none. This waits for a GPU."""
     query, key, is_packed = tensors.query, tensors.key, tensors.cu_seqlens_q is not None
     count, num_queries, num_keys = tensors.num_sequences, query.shape[2], key.shape[2]
     lengths = [num_keys] * count if tensors.key_lengths is None else tensors.key_lengths.clamp(0, num_keys).tolist()
@@ -122,16 +118,16 @@ def threads_on(device: torch.device) -> int:
 def threads_for(tensors: AttentionTensors, elements: int) -> int:
     """Return the number of threads to size blocks for, if a block has this many scores per thread."""
     threads = threads_on(tensors.query.device)
-    if tensors.query.device.type != "cpu" or threads <= FEWEST_THREADS:
+    if tensors.query.device.type != "cpu" or threads <= MIN_THREADS:
         return threads
     query, key, value, *_ = tensors
     room = 2 * (query.numel() + key.numel() + value.numel() + query.shape[:3].numel() * value.shape[3])
-    return min(threads, max(FEWEST_THREADS, room // (SCORES * elements)))
+    return min(threads, max(MIN_THREADS, room // (SCORES * elements)))
 
 
-def evenly(count: int, most: int) -> list[slice]:
+def evenly(count: int, limit: int) -> list[slice]:
     """Return slices of 0 .. count of about the same size, at most the given one."""
-    parts = -(-count // most)
+    parts = -(-count // limit)
     return [slice(number * count // parts, (number + 1) * count // parts) for number in range(parts)]
 
 
@@ -147,14 +143,13 @@ class Cut:
         self.elements = self.sizes.elements * threads_for(tensors, self.sizes.elements)
 
     def groups(self, runs: list[Run]) -> Iterator[tuple[list[Run], slice, int, Products]]:
-        """Yield sequences, heads, the most queries of a block, and how products are computed. Together the groups have all heads
-        of all runs."""
+        """Yield sequences, heads, the most queries of a block, and the products of groups, which have all heads of all runs."""
         is_cpu, dtype = self.tensors.query.device.type == "cpu", compute_dtype(self.tensors.query.dtype)
         heads_per_key, short = self.heads // max(self.key_heads, 1), []
         for run in runs if self.heads else ():
             num_keys = run.stop - run.start
             threads = threads_for(self.tensors, self.sizes.rows * num_keys)
-            rows = min(run.num_queries, self._most_rows(self.sizes.rows * threads // heads_per_key))
+            rows = min(run.num_queries, self._limit_rows(self.sizes.rows * threads // heads_per_key))
             scores = heads_per_key * rows * self._columns(rows, num_keys)
             is_long = is_cpu and run.num_queries > 1
             by_onednn = is_long and scores >= self.sizes.few_for_onednn * threads and takes_onednn(dtype)
@@ -169,20 +164,20 @@ class Cut:
         for stack in self._stacks(short):
             (num_queries, num_keys), count = aligned_shape(stack), sum(run.count for run in stack)
             rows = self.elements // (count * self.heads * self._columns(num_queries, num_keys))
-            rows = min(num_queries, max(rows, self.batch_rows), max(self._most_rows(self.sizes.rows * threads), self.batch_rows))
-            most = self.elements // (count * heads_per_key * rows * self._columns(rows, num_keys))
-            for keys in evenly(self.key_heads, max(most, 1)):
+            rows = min(num_queries, max(rows, self.batch_rows), max(self._limit_rows(self.sizes.rows * threads), self.batch_rows))
+            limit = self.elements // (count * heads_per_key * rows * self._columns(rows, num_keys))
+            for keys in evenly(self.key_heads, max(limit, 1)):
                 yield stack, slice(keys.start * heads_per_key, keys.stop * heads_per_key), rows, Products(by_onednn=False)
 
     def _columns(self, rows: int, num_keys: int) -> int:
         """Return the number of columns of a block with this many rows."""
         return num_keys if self.window is None else min(num_keys, rows + self.window)
 
-    def _most_rows(self, rows: int) -> int:
-        """Return rows, the queries of a block, limited by a short window from above and by fewest_rows from below."""
+    def _limit_rows(self, rows: int) -> int:
+        """Return rows, the queries of a block, limited by a short window from above and by min_rows from below."""
         if self.window is not None:
-            rows = min(rows, up(self.window + 1, self.sizes.fewest_rows))
-        return max(rows, self.sizes.fewest_rows)
+            rows = min(rows, up(self.window + 1, self.sizes.min_rows))
+        return max(rows, self.sizes.min_rows)
 
     def _stacks(self, runs: list[Run]) -> Iterator[list[Run]]:
         """Yield runs that are computed together, padded to one shape, with at most so many elements in a block."""
@@ -196,7 +191,7 @@ class Cut:
                 lowest, highest = min(low, start), max(high, stop)
                 scores = rows * (high - low) * count + run.num_queries * (stop - start) * run.count
                 padded = rows * (highest - lowest) * (count + run.count)
-                fits = count + run.count <= self._most_sequences(rows, highest - lowest)
+                fits = count + run.count <= self._max_sequences(rows, highest - lowest)
                 pays = self.heads * (padded - scores) <= self.sizes.block_cost
                 if fits and pays and not (has_mask and run.offset != stack[0].offset):
                     stack.append(run)
@@ -207,7 +202,7 @@ class Cut:
         if stack:
             yield from self._parts(stack)
 
-    def _most_sequences(self, rows: int, columns: int) -> int:
+    def _max_sequences(self, rows: int, columns: int) -> int:
         """Return how many sequences of a shape fit into a block."""
         rows = min(rows, self.batch_rows)
         return max(self.elements // (self.heads * rows * self._columns(rows, columns)), 1)
@@ -217,5 +212,5 @@ class Cut:
         if len(stack) > 1:
             yield stack
             return
-        for some in evenly(stack[0].count, self._most_sequences(*aligned_shape(stack))):
+        for some in evenly(stack[0].count, self._max_sequences(*aligned_shape(stack))):
             yield [stack[0].part(some.start, some.stop)]

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._core.dropout import keep_mask, keep_scale, origins_of
+from .._core.dropout import keep_mask, keep_scale, whole_origins
 from .._core.dtypes import compute_dtype
 from .._core.grids import GridTensors
 from . import cut
@@ -49,12 +49,12 @@ def blocks(tensors: GridTensors) -> Iterator[tuple[slice, list[Block]]]:
     height, width = tensors.rel_h.shape[0], tensors.rel_w.shape[0]
     threads = cut.threads_on(tensors.query.device)
     fewest, elements = min(batch * num_heads, threads), threads * cut.SIZES.elements
-    most_queries = max(cut.SIZES.rows, elements // max(fewest * num_keys, 1))
-    columns = cut.evenly(width, min(width, most_queries))
-    rows = cut.evenly(height, max(most_queries // max(width, 1), 1))
+    max_queries = max(cut.SIZES.rows, elements // max(fewest * num_keys, 1))
+    columns = cut.evenly(width, min(width, max_queries))
+    rows = cut.evenly(height, max(max_queries // max(width, 1), 1))
     largest = (rows[-1].stop - rows[-1].start) * (columns[-1].stop - columns[-1].start)
     for heads in cut.evenly(batch * num_heads, max(elements // max(largest * num_keys, 1), fewest, 1)):
-        parts = [Block(heads, queries, slice(0, 0), slice(0, 0)) for queries in cut.evenly(prefix, most_queries)]
+        parts = [Block(heads, queries, slice(0, 0), slice(0, 0)) for queries in cut.evenly(prefix, max_queries)]
         for row in rows:
             for column in columns:
                 start = prefix + row.start * width + column.start
@@ -73,7 +73,7 @@ class GridCall:
         self.product_dtype = product_dtype(tensors.query, batch * heads * num_queries * tensors.key.shape[2])
         if tensors.dropout_seed is not None:
             origins = tensors.dropout_origins
-            self.origins = (origins_of(batch, heads, tensors.query.device) if origins is None else origins).flatten(0, 1)
+            self.origins = (whole_origins(batch, heads, tensors.query.device) if origins is None else origins).flatten(0, 1)
         self.query, self.key, self.value = (matrices.flatten(0, 1) for matrices in tensors[:3])
         self.rel_h, self.rel_w = tensors.rel_h.to(self.dtype), tensors.rel_w.to(self.dtype)
         self.memory, self.products = Memory(tensors.query), Products(by_onednn=False)
@@ -140,14 +140,14 @@ def forward(tensors: GridTensors, scale: float, dropout_p: float) -> torch.Tenso
 
 
 def backward(
-    d_out: torch.Tensor, tensors: GridTensors, scale: float, dropout_p: float, wanted: Sequence[bool]
+    d_out: torch.Tensor, tensors: GridTensors, scale: float, dropout_p: float, needs_grad: Sequence[bool]
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of query, key, value, rel_h and rel_w, None where not wanted."""
     call, d_out = GridCall(tensors, scale, dropout_p), d_out.flatten(0, 1)
     matrices = (call.query, call.key, call.value, tensors.rel_h, tensors.rel_w)
     totals = [
-        tensor.new_zeros(tensor.shape, dtype=None if number == 0 else call.dtype) if is_wanted else None
-        for number, (tensor, is_wanted) in enumerate(zip(matrices, wanted, strict=True))
+        tensor.new_zeros(tensor.shape, dtype=None if number == 0 else call.dtype) if needed else None
+        for number, (tensor, needed) in enumerate(zip(matrices, needs_grad, strict=True))
     ]
     for heads, parts in blocks(tensors):
         key, value = call.key[heads].to(call.product_dtype), call.value[heads].to(call.dtype)

@@ -35,9 +35,9 @@ def limits(visible: torch.Tensor, dtype: torch.dtype) -> Limits:
     return least, (is_visible & (ends.max ^ hidden)).bitwise_xor_(hidden)
 
 
-def hide(logits: torch.Tensor, least: torch.Tensor, most: torch.Tensor) -> None:
+def hide(logits: torch.Tensor, least: torch.Tensor, limit: torch.Tensor) -> None:
     """Set the logits of hidden pairs to -inf."""
-    logits.view(least.dtype).clamp_(least, most)
+    logits.view(least.dtype).clamp_(least, limit)
 
 
 def triangles(num_rows: int, dtype: torch.dtype, device: torch.device) -> tuple[Limits, Limits]:

@@ -21,7 +21,7 @@ import torch
 
 from .._core.dtypes import compute_dtype
 
-FEWEST_PRODUCTS = 1 << 25
+MIN_PRODUCTS = 1 << 25
 """Multiplications of a product below which copies of its operands take more time than they save, 1,024 heads of 32 by 32 of width
 32: on two cores of an AMD EPYC with AVX512-BF16 half as many take a quarter longer with a backward."""
 STEP = 64
@@ -29,10 +29,8 @@ STEP = 64
 LINE = 16
 """Numbers in a line of the cache: torch.mm takes up to half as long again where rows of its result are not aligned to it."""
 VARIABLE = "TRITON_RELATTN_CPU_PRODUCT"
-FEWEST_COPIED = 1 << 12
-"""Elements of a batch of right operands from which a copy may pay (transposed())."""
-FASTER = 1.3
-"""Speedup over torch.mm from which oneDNN is chosen."""
+MIN_COPIED = 1 << 12  # elements of a batch of right operands from which a copy may pay (transposed())
+FASTER = 1.3  # speedup over torch.mm from which oneDNN is chosen
 
 
 def _has(flag: str) -> bool:
@@ -63,7 +61,7 @@ def has_fast_fused_attention() -> bool:
 
 def product_dtype(query: torch.Tensor, num_pairs: int) -> torch.dtype:
     """Return the dtype of the operands of a call's products, for its query and the number of its scores."""
-    is_large = num_pairs * query.shape[3] >= FEWEST_PRODUCTS
+    is_large = num_pairs * query.shape[3] >= MIN_PRODUCTS
     if query.device.type == "cpu" and is_large and query.dtype in fast_dtypes():
         return query.dtype
     return compute_dtype(query.dtype)
@@ -108,10 +106,8 @@ class Memory:
 
 
 class Products:
-    """Products of matrices, left (m, k) and right (k, n), or of batches of them.
-
-    step: m, n and k should be multiples of it, but for the width of a head; band_step: and the columns of bands of it.
-    """
+    """Products of matrices, or of batches of them. step: sizes should be multiples of it, but for the width of a head; band_step:
+    and the columns of bands of this."""
 
     def __init__(self, by_onednn: bool) -> None:
         self.by_onednn = by_onednn
@@ -153,10 +149,9 @@ class Products:
 
 
 def transposed(right: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return right^T as an operand of products with matrices of num_rows rows: a view, or a copy where batches of products with
-    the view take longer: two to three times as long on an Intel Xeon with AVX-512, where a copy of a square matrix takes half a
-    product."""
-    pays = right.dim() == 3 and right.numel() >= FEWEST_COPIED and 2 * num_rows >= right.shape[1]
+    """Return right^T as an operand of products with matrices of num_rows rows: a view, or a copy where products of batches with a
+    view take two to three times as long (on an Intel Xeon with AVX-512, where a copy takes half a product)."""
+    pays = right.dim() == 3 and right.numel() >= MIN_COPIED and 2 * num_rows >= right.shape[1]
     return right.mT.contiguous() if pays else right.mT
 
 
@@ -173,15 +168,9 @@ def takes_onednn(dtype: torch.dtype) -> bool:
 
 @functools.cache
 def chooses_onednn() -> bool:
-    """Return whether oneDNN computes float32 products of long sequences on a CPU, chosen once a process.
-
-    The environment variable TRITON_RELATTN_CPU_PRODUCT chooses "onednn" or "torch". Without it a probe of a few milliseconds
-    does: the results' last bits differ, so they repeat where the choice is the same.
-
-    Raises:
-        ValueError: the variable has another value.
-        NotImplementedError: it asks for "onednn", which this torch lacks.
-    """
+    """Return whether oneDNN computes float32 products of long sequences on a CPU, chosen once a process: by the variable
+    TRITON_RELATTN_CPU_PRODUCT or else by a probe of milliseconds. Results have the same last bits where the choice is the
+    same."""
     choice = os.environ.get(VARIABLE, "")
     if choice not in ("", "onednn", "torch"):
         raise ValueError(f'{VARIABLE} must be "onednn" or "torch", got {choice!r}')

@@ -14,7 +14,7 @@ import torch
 from .._core.dtypes import compute_dtype, gradient_like, new_like
 from .._core.spec import TABLES, AttentionSpec, AttentionTensors
 from . import cut
-from .attention import in_order, new_lse, softmax, softmax_backward, wanted_by_name
+from .attention import in_order, inputs_that_need_grad, new_lse, softmax, softmax_backward
 from .bands import Setting, Table, as_rows, cast, narrow, up
 from .blocks import may_be_infinite
 from .masks import hide, limits
@@ -23,7 +23,7 @@ from .products import LINE, Memory, Products, product_dtype, transposed
 ELSEWHERE = ("rel_value", "rel_p2c", "key_lengths", "query_offsets", "cu_seqlens_q", "dropout_seed")
 """Tensors of calls that are computed in blocks."""
 
-FEWEST_ALIGNED = 1 << 16
+MIN_ALIGNED = 1 << 16
 """Elements of a query from which bands have a multiple of LINE columns: with fewer, to pad the table costs more."""
 
 
@@ -32,8 +32,8 @@ def serves(tensors: AttentionTensors, spec: AttentionSpec) -> bool:
     query, num_keys, sizes = tensors.query, tensors.key.shape[2], cut.SIZES
     batch, heads, num_queries, _ = query.shape
     num_pairs = heads * num_queries * num_keys
-    most_rows = sizes.short_rows * (1 if tensors.rel_key is not None else 2)
-    if batch == 0 or num_queries > most_rows or not 0 < num_pairs <= sizes.elements or query.device.type != "cpu":
+    max_rows = sizes.short_rows * (1 if tensors.rel_key is not None else 2)
+    if batch == 0 or num_queries > max_rows or not 0 < num_pairs <= sizes.elements or query.device.type != "cpu":
         return False
     if num_pairs // tensors.key.shape[1] >= sizes.few_for_onednn:
         return False
@@ -57,14 +57,13 @@ class Short:
         self.tensors, self.spec, self.dtype = tensors, spec, compute_dtype(query.dtype)
         self.products, self.memory = Products(by_onednn=False), Memory(query)
         self.setting = Setting(slice(0, query.shape[1]), self.products, self.memory, self.dtype, self.dtype)
-        self.base = -spec.query_offset
-        """The position of query 0 and key 0."""
+        self.base = -spec.query_offset  # the position of query 0 and key 0
         is_large = query.numel() >= cut.SIZES.elements // 2
         self.rows = cut.evenly(num_queries, cut.SIZES.batch_rows if is_large else num_queries)
         """Queries whose band is computed at once: with more, bands have many columns that are not needed; in a small call each
         further step takes longer than these."""
         low, high = self.base - num_queries + 1, self.base + num_keys
-        count = high - low if query.numel() < FEWEST_ALIGNED else up(high - low, LINE)
+        count = high - low if query.numel() < MIN_ALIGNED else up(high - low, LINE)
         positions = range(low, low + count)
         low = max(low, -spec.window_left) if spec.window_left >= 0 else low
         high = min(high, spec.window_right + 1) if spec.window_right >= 0 else high
@@ -98,8 +97,8 @@ class Short:
         """Return the sequences, as many at a time as a block has scores for."""
         batch, heads, num_queries, _ = self.tensors.query.shape
         elements = cut.SIZES.elements * cut.threads_for(self.tensors, cut.SIZES.elements)
-        most = max(elements // (heads * num_queries * self.tensors.key.shape[2]), 1)
-        return [Part(self, sequences) for sequences in cut.evenly(batch, most)]
+        limit = max(elements // (heads * num_queries * self.tensors.key.shape[2]), 1)
+        return [Part(self, sequences) for sequences in cut.evenly(batch, limit)]
 
 
 class Part:
@@ -178,11 +177,11 @@ def backward(
     d_lse: torch.Tensor | None,
     tensors: AttentionTensors,
     spec: AttentionSpec,
-    wanted: Iterable[bool],
+    needs_grad: Iterable[bool],
     saved_probs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients, as attention.backward() does."""
-    call, inputs = Short(tensors, spec), wanted_by_name(tensors, wanted)
+    call, inputs = Short(tensors, spec), inputs_that_need_grad(tensors, needs_grad)
     gradients = {name: gradient_like(tensor) for name, tensor in inputs.items() if name not in TABLES}
     for part in call.parts():
         probs = part.probs(None) if saved_probs is None else part.select(saved_probs).view(*part.query.shape[:2], -1)
@@ -203,13 +202,13 @@ def backward(
     return in_order(gradients, inputs)
 
 
-def add_gradients(part: Part, gradients: dict[str, torch.Tensor], wanted: Set[str], d_scores: torch.Tensor) -> None:
+def add_gradients(part: Part, gradients: dict[str, torch.Tensor], needs_grad: Set[str], d_scores: torch.Tensor) -> None:
     """Compute the gradients of what makes the logits of a part, and add those of tables."""
     call, spec = part.call, part.call.spec
-    if "key" in wanted:  # dK = scale dS^T Q
+    if "key" in needs_grad:  # dK = scale dS^T Q
         part.write(gradients["key"], d_scores.mT, part.query, spec.scale)
     totals: dict[str, torch.Tensor] = {}
-    for name in wanted & {"query", "rel_query"}:
+    for name in needs_grad & {"query", "rel_query"}:
         gradient = part.select(gradients[name])
         is_view = gradient.is_contiguous() and gradient.dtype == call.dtype
         totals[name] = gradient if is_view else gradient.new_empty(gradient.shape, dtype=call.dtype)
@@ -220,12 +219,12 @@ def add_gradients(part: Part, gradients: dict[str, torch.Tensor], wanted: Set[st
     total = totals.get("query" if call.tensors.rel_query is None else "rel_query")
     pairs = d_scores.view(part.shape)
     for table in call.tables:
-        is_wanted = table.name in wanted
-        if table.is_bias and is_wanted:
+        needed = table.name in needs_grad
+        if table.is_bias and needed:
             table.add_products(call.setting, pairs, call.base, None, None)
-        elif not table.is_bias and (is_wanted or total is not None):
+        elif not table.is_bias and (needed or total is not None):
             for rows in call.rows:
-                vectors = select_rows(part.vectors, rows) if is_wanted else None
+                vectors = select_rows(part.vectors, rows) if needed else None
                 own = None if total is None else select_rows(total, rows)
                 table.add_products(call.setting, select_rows(pairs, rows), call.base - rows.start, vectors, own, spec.rel_scale)
     for name, total in totals.items():

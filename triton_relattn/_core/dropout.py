@@ -8,6 +8,8 @@ Triton.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 ROUNDS = 7
@@ -21,11 +23,29 @@ def draw_seed(device: torch.device | str | None = None) -> torch.Tensor:
     return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 
-def origins_of(num_sequences: int, num_heads: int, device: torch.device) -> torch.Tensor:
-    """Return as what dropout counts sequence, head, first query and first key in a whole call: AttentionTensors.dropout_origins.
-    A part of it, with what belongs to it, is dropped as in the whole."""
+def whole_origins(num_sequences: int, num_heads: int, device: torch.device) -> torch.Tensor:
+    """Return AttentionTensors.dropout_origins of a whole call; a part of them, with its part of the tensors, drops as the whole
+    does."""
     numbers = torch.cartesian_prod(*(torch.arange(count, device=device) for count in (num_sequences, num_heads)))
     return torch.nn.functional.pad(numbers.view(num_sequences, num_heads, 2), (0, 2))
+
+
+def draw_dropout(query: torch.Tensor, num_sequences: int) -> dict[str, torch.Tensor]:
+    """Draw dropout_seed for a call. Of a DTensor also return dropout_origins, to be cut as query is, and let all ranks have the
+    largest of their seeds, so that replicas stay replicas."""
+    seed = draw_seed(query.device)
+    if not hasattr(query, "placements"):
+        return {"dropout_seed": seed}
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    mesh: Any = query.device_mesh  # type: ignore[attr-defined]
+    replicated = [Replicate()] * mesh.ndim
+    for dim in range(mesh.ndim):  # distribute_tensor, which sends what the first rank has, cannot be traced (torch 2.13)
+        largest = [*replicated[:dim], Partial("max"), *replicated[dim + 1 :]]
+        seeds: Any = DTensor.from_local(seed, mesh, largest, run_check=False)
+        seed = seeds.redistribute(placements=replicated).to_local()
+    dropout = {"dropout_seed": seed, "dropout_origins": whole_origins(num_sequences, query.shape[1], seed.device)}
+    return {name: DTensor.from_local(tensor, mesh, replicated, run_check=False) for name, tensor in dropout.items()}
 
 
 def largest_dropped(dropout_p: float) -> int:

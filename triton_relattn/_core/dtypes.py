@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .spec import AttentionTensors
+from .spec import TABLES, AttentionTensors
 from .warn import untraced
 
 
@@ -25,8 +25,7 @@ def gradient_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def has_autocast(device_type: str) -> bool:
-    """Return whether torch.autocast supports a type of device. Types that torch compiles for have it, so compiled code does not
-    ask: torch 2.11 cannot trace the question."""
+    """Return whether torch.autocast supports a device. Compiled code does not ask: torch 2.11 cannot trace the question."""
     return device_type != "meta" if torch.compiler.is_compiling() else torch.amp.is_autocast_available(device_type)
 
 
@@ -62,10 +61,22 @@ def rounds_float32() -> bool:
 
 
 def keeps_residual(tensors: AttentionTensors) -> bool:
-    """Return whether the kernels' backward needs an exact delta (kernels/delta.py), so the residual of out: what rounding took.
-
-    It does with a table for the scores, in whose gradient errors of delta add up. If products are in full float32, out is as
-    exact as they are.
-    """
+    """Return whether the kernels' backward needs an exact delta (kernels/delta.py), so the residual of out: with a table for the
+    scores, in whose gradient errors of delta add up, unless products are in full float32."""
     has_scores_table = tensors.rel_key is not None or tensors.rel_bias is not None or tensors.rel_p2c is not None
     return has_scores_table and (tensors.query.dtype != torch.float32 or rounds_float32())
+
+
+def widened(table: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Return a table in the compute dtype of query; the gradient of a DTensor is added up over shards before it is rounded."""
+    wide: Any = table.to(compute_dtype(query.dtype))
+    if wide is table or not hasattr(table, "placements"):
+        return wide  # type: ignore[no-any-return]
+    return wide.redistribute(placements=table.placements)  # type: ignore[no-any-return]
+
+
+def with_wide_tables(tensors: AttentionTensors) -> AttentionTensors:
+    """Return the tensors of a call with tables that are DTensors widened."""
+    tables = {name: getattr(tensors, name) for name in TABLES}
+    wide = {name: widened(table, tensors.query) for name, table in tables.items() if hasattr(table, "placements")}
+    return tensors._replace(**wide)

@@ -34,10 +34,8 @@ class GridTensors(NamedTuple):
 class GridSpec(NamedTuple):
     """All of a call that is not a tensor. Field names and types are also the operator's schema (see _operators.py)."""
 
-    scale: float
-    """Factor of q.k."""
-    dropout_p: float = 0.0
-    """Dropout probability of the attention weights."""
+    scale: float  # factor of q.k
+    dropout_p: float = 0.0  # dropout probability of the attention weights
 
 
 def grid_terms(by_place: torch.Tensor, rel_h: torch.Tensor, rel_w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,37 +17,34 @@ from .arguments import Arguments, has_values
 from .spec import TABLES, AttentionSpec, AttentionTensors, is_per_head
 from .warn import warn_once, was_given
 
-Hint = tuple[bool, str]
-"""Whether it applies, and what to write."""
+Hint = tuple[bool, str]  # whether it applies, and what to write
 T5_BIAS = "T5's is rel_bias=weight[tables.t5_buckets(torch.arange(-128, 129))].T, with scale=1.0"
 PACKED_LAYOUT = "query, key and value look like (heads, total, width); .transpose(0, 1) makes them (total, heads, width)"
 LAYOUT = "query, key and value look like (batch, length, heads, width); .transpose(1, 2) makes them (batch, heads, length, width)"
 
 
-def hint_for(error: str, given: Arguments) -> str:
-    """Return what to write instead of a wrong argument, by which the error begins; "" if that is not known.
-
-    Arguments are checked in their order: those before the wrong one are right.
-    """
+def hint_for(error: str, args: Arguments) -> str:
+    """Return what to write instead of the argument by which an error begins, "" if that is not known. Those before it are
+    right."""
     name = re.match(r"\w*", error)[0]  # type: ignore[index]
-    return next((text for applies, text in _hints(name, given) if applies), "")
+    return next((text for applies, text in _hints(name, args) if applies), "")
 
 
-def _hints(name: str, given: Arguments) -> Iterator[Hint]:
+def _hints(name: str, args: Arguments) -> Iterator[Hint]:
     """Yield the hints for an argument, the likeliest first."""
     if name in TABLES:
-        yield from _table_hints(name, given)
+        yield from _table_hints(name, args)
     elif name == "positions":
-        yield from _position_hints(given)
+        yield from _position_hints(args)
     elif name == "attn_mask":
-        yield from _mask_hints(given)
+        yield from _mask_hints(args)
     elif name in ("key_lengths", "query_offset"):
-        yield from _integer_hints(name, given)
+        yield from _integer_hints(name, args)
     elif name in ("cu_seqlens_q", "cu_seqlens_k"):
-        yield from _packing_hints(name, given)
-    elif name == "query" and given.is_packed:
-        yield len(_shape(given.query)) == 4, ".flatten(0, 1) packs (batch, length, heads, width)"
-    yield _fits_exchanged(name, given), PACKED_LAYOUT if given.is_packed else LAYOUT
+        yield from _packing_hints(name, args)
+    elif name == "query" and args.is_packed:
+        yield len(_shape(args.query)) == 4, ".flatten(0, 1) packs (batch, length, heads, width)"
+    yield _fits_exchanged(name, args), PACKED_LAYOUT if args.is_packed else LAYOUT
 
 
 def _shape(value: Any) -> tuple[int, ...]:
@@ -65,70 +62,70 @@ def _broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
     return len(padded) == len(full) and all(size in (1, other) for size, other in zip(padded, full, strict=True))
 
 
-def _pairs(given: Arguments) -> tuple[int, ...]:
+def _pairs(args: Arguments) -> tuple[int, ...]:
     """Return (batch, heads, Nq, Nk) of a padded call, () of a packed one."""
-    return () if given.is_packed else (*given.query.shape[:3], given.key.shape[2])
+    return () if args.is_packed else (*args.query.shape[:3], args.key.shape[2])
 
 
-def _fits_exchanged(name: str, given: Arguments) -> bool:
+def _fits_exchanged(name: str, args: Arguments) -> bool:
     """Return whether an argument is right only with heads and positions exchanged, of which there are more positions then."""
-    query, key, value = (_shape(tensor) for tensor in (given.query, given.key, given.value))
-    if not len(query) == len(key) == len(value) == (3 if given.is_packed else 4):
+    query, key, value = (_shape(tensor) for tensor in (args.query, args.key, args.value))
+    if not len(query) == len(key) == len(value) == (3 if args.is_packed else 4):
         return False
     num_queries, num_keys = query[1], key[1]
-    heads, key_heads = (query[0], key[0]) if given.is_packed else (query[2], key[2])
+    heads, key_heads = (query[0], key[0]) if args.is_packed else (query[2], key[2])
     if num_queries <= heads or num_keys <= heads:
         return False
     if name in ("query", "key"):
-        shares = given.enable_gqa and key_heads > 0 and heads % key_heads == 0
+        shares = args.enable_gqa and key_heads > 0 and heads % key_heads == 0
         return num_queries != num_keys and (key_heads == heads or shares)
-    shape = _shape(getattr(given, name, None))
+    shape = _shape(getattr(args, name, None))
     if name in TABLES:
-        return len(shape) == 2 + len(given.row_shape(name)) and shape[0] == heads
+        return len(shape) == 2 + len(args.row_shape(name)) and shape[0] == heads
     if name == "attn_mask":
-        return not _broadcasts(shape, _pairs(given)) and _broadcasts(shape, (query[0], heads, num_queries, num_keys))
+        return not _broadcasts(shape, _pairs(args)) and _broadcasts(shape, (query[0], heads, num_queries, num_keys))
     if name == "key_lengths" and shape == query[:1]:
-        return heads < max(_values(given.key_lengths), default=0) <= num_keys
+        return heads < max(_values(args.key_lengths), default=0) <= num_keys
     return False
 
 
-def _table_hints(name: str, given: Arguments) -> Iterator[Hint]:
-    table: Any = getattr(given, name)
+def _table_hints(name: str, args: Arguments) -> Iterator[Hint]:
+    table: Any = getattr(args, name)
     yield isinstance(getattr(table, "weight", None), torch.Tensor), f"pass the weights of a module: {name}=module.weight"
-    shape, heads, pairs = _shape(table), given.query.shape[1], _pairs(given)
-    if not shape or _has_shape(name, table, given):
+    shape, heads, pairs = _shape(table), args.query.shape[1], _pairs(args)
+    if not shape or _has_shape(name, table, args):
         return
-    if table.dtype == given.query.dtype or (name == "rel_bias" and table.dtype == torch.float32):
-        is_bias_of_pairs = name == "rel_bias" and len(shape) > 1 and shape[-2:] == pairs[-2:] and given.attn_mask is None
+    if table.dtype == args.query.dtype or (name == "rel_bias" and table.dtype == torch.float32):
+        is_bias_of_pairs = name == "rel_bias" and len(shape) > 1 and shape[-2:] == pairs[-2:] and args.attn_mask is None
         yield (
             is_bias_of_pairs and _broadcasts(shape, pairs),
             f"rel_bias has an element per distance, not per pair: {T5_BIAS}; a bias per pair is attn_mask, without a gradient, "
             "or scaled_dot_product_attention's, with one",
         )
         for text, other in other_layouts(name, table, heads):
-            yield _has_shape(name, other, given) and _has_positions(name, other, given), text
-        is_weight_of_t5 = name == "rel_bias" and len(shape) == 2 and shape[1] == heads and given.positions is None
+            yield _has_shape(name, other, args) and _has_positions(name, other, args), text
+        is_weight_of_t5 = name == "rel_bias" and len(shape) == 2 and shape[1] == heads and args.positions is None
         yield is_weight_of_t5, f"a weight of T5 has a row per bucket: {T5_BIAS}"
-        is_bias = name == "rel_key" and given.rel_bias is None and _has_shape("rel_bias", table, given)
-        yield is_bias and _has_positions("rel_bias", table, given), "a bias by distance, (R,) or (heads, R), is rel_bias"
-    is_mask = name == "rel_key" and given.attn_mask is None and table.dtype in (torch.bool, torch.float32, given.query.dtype)
+        is_bias = name == "rel_key" and args.rel_bias is None and _has_shape("rel_bias", table, args)
+        yield is_bias and _has_positions("rel_bias", table, args), "a bias by distance, (R,) or (heads, R), is rel_bias"
+    is_mask = name == "rel_key" and args.attn_mask is None and table.dtype in (torch.bool, torch.float32, args.query.dtype)
     yield is_mask and _broadcasts(shape, pairs), "a mask is given by its name: attn_mask=..."
 
 
-def _has_shape(name: str, table: torch.Tensor, given: Arguments) -> bool:
-    row = tuple(given.row_shape(name))
+def _has_shape(name: str, table: torch.Tensor, args: Arguments) -> bool:
+    row = tuple(args.row_shape(name))
     extra = table.dim() - len(row) - 1  # a dimension of heads
-    return extra in (0, 1) and tuple(table.shape[1 + extra :]) == row and (not extra or table.shape[0] == given.query.shape[1])
+    return extra in (0, 1) and tuple(table.shape[1 + extra :]) == row and (not extra or table.shape[0] == args.query.shape[1])
 
 
-def _num_rows(name: str, table: torch.Tensor, given: Arguments) -> int:
-    return table.shape[-1 - len(given.row_shape(name))]
+def _num_rows(name: str, table: torch.Tensor, args: Arguments) -> int:
+    return table.shape[-1 - len(args.row_shape(name))]
 
 
-def _has_positions(name: str, table: torch.Tensor, given: Arguments) -> bool:
+def _has_positions(name: str, table: torch.Tensor, args: Arguments) -> bool:
     """Return whether the rows of a table are as many as positions says, or odd."""
-    rows = _num_rows(name, table, given)
-    return given.positions.num_rows == rows if isinstance(given.positions, RelativePositions) else rows % 2 == 1
+    rows = _num_rows(name, table, args)
+    return args.positions.num_rows == rows if isinstance(args.positions, RelativePositions) else rows % 2 == 1
 
 
 def other_layouts(name: str, table: torch.Tensor, heads: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -155,12 +152,12 @@ def _layouts(table: torch.Tensor, heads: int, width: str) -> Iterator[tuple[str,
         yield "(width, R)", ".mT", table.mT, "(R, width)"
 
 
-def _position_hints(given: Arguments) -> Iterator[Hint]:
-    positions: Any = given.positions
-    name = next((name for name in TABLES if getattr(given, name) is not None), None)
+def _position_hints(args: Arguments) -> Iterator[Hint]:
+    positions: Any = args.positions
+    name = next((name for name in TABLES if getattr(args, name) is not None), None)
     if name is None:
         return
-    num_rows = _num_rows(name, getattr(given, name), given)
+    num_rows = _num_rows(name, getattr(args, name), args)
     if isinstance(positions, RelativePositions):
         is_half = -positions.first == positions.last and 2 * positions.num_rows - 1 == num_rows
         yield is_half, f"RelativePositions.centred takes the number of rows: positions=RelativePositions.centred({num_rows})"
@@ -170,36 +167,36 @@ def _position_hints(given: Arguments) -> Iterator[Hint]:
         yield is_ends, f"positions=RelativePositions({first}, {last})"
 
 
-def _mask_hints(given: Arguments) -> Iterator[Hint]:
-    mask, shape, pairs = given.attn_mask, _shape(given.attn_mask), _pairs(given)
+def _mask_hints(args: Arguments) -> Iterator[Hint]:
+    mask, shape, pairs = args.attn_mask, _shape(args.attn_mask), _pairs(args)
     if mask is None or not shape or mask.requires_grad:
         return
     is_integer = not (mask.is_floating_point() or mask.is_complex() or mask.dtype == torch.bool)
     to_bool = ".bool()" if is_integer else ""
-    if is_integer or mask.dtype in (torch.bool, torch.float32, given.query.dtype):
+    if is_integer or mask.dtype in (torch.bool, torch.float32, args.query.dtype):
         for rank, index in ((3, "[:, None]"), (2, "[:, None, None]")):
             is_per_entry = len(shape) == rank and _broadcasts((shape[0], *(1,) * (4 - rank), *shape[1:]), pairs)
             yield is_per_entry, f"attn_mask{index}{to_bool} is one mask per batch entry"
     yield is_integer, "attn_mask.bool() is True where a query may attend"
 
 
-def _integer_hints(name: str, given: Arguments) -> Iterator[Hint]:
-    value: Any = getattr(given, name)
+def _integer_hints(name: str, args: Arguments) -> Iterator[Hint]:
+    value: Any = getattr(args, name)
     several = [value] if name == "key_lengths" and isinstance(value, int) else value
     is_list = isinstance(several, (list, tuple)) and set(map(type, several)) == {int}
     yield is_list, f"{name}=torch.tensor({value}, device=query.device)"
-    if name != "key_lengths" or not isinstance(value, torch.Tensor) or given.is_packed:
+    if name != "key_lengths" or not isinstance(value, torch.Tensor) or args.is_packed:
         return
-    batch, num_keys = given.key.shape[0], given.key.shape[2]
+    batch, num_keys = args.key.shape[0], args.key.shape[2]
     is_fraction = value.is_floating_point() and tuple(value.shape) in ((batch,), ())
     yield is_fraction, f"key_lengths.int(), or, of fractions of the length, (key_lengths * {num_keys}).round().int()"
     is_mask = tuple(value.shape) == (batch, num_keys) and not value.is_complex()
     yield is_mask, "key_lengths.sum(1) counts the keys of a mask that is True or 1 for them"
 
 
-def _packing_hints(name: str, given: Arguments) -> Iterator[Hint]:
-    starts = _values(getattr(given, name))
-    total = (given.query if name == "cu_seqlens_q" else given.key).shape[0]
+def _packing_hints(name: str, args: Arguments) -> Iterator[Hint]:
+    starts = _values(getattr(args, name))
+    total = (args.query if name == "cu_seqlens_q" else args.key).shape[0]
     is_lengths = len(starts) > 0 and min(starts) >= 0 and sum(starts) == total != starts[-1]
     yield is_lengths and starts[:1] == [0], "cu_seqlens are lengths added up, .cumsum(0)"
     yield is_lengths, "cu_seqlens are 0 and lengths added up, torch.nn.functional.pad(lengths.cumsum(0), (1, 0))"
@@ -218,19 +215,19 @@ OPPOSITE = (
 LEVELS = 5  # of the stack from warn_of_likely_mistakes to the caller of a public function
 
 
-def warn_of_likely_mistakes(given: Arguments, tensors: AttentionTensors, spec: AttentionSpec) -> None:
+def warn_of_likely_mistakes(args: Arguments, tensors: AttentionTensors, spec: AttentionSpec) -> None:
     """Warn of a valid call that is probably a mistake, once for each reason; what was warned of is not looked at again."""
     for check in LIKELY_MISTAKES:
-        if not was_given(check.__name__) and (text := check(given, tensors, spec)):
+        if not was_given(check.__name__) and (text := check(args, tensors, spec)):
             warn_once(check.__name__, text, LEVELS, UserWarning)
 
 
-def _num_centred_rows(given: Arguments, spec: AttentionSpec) -> int | None:
+def _num_centred_rows(args: Arguments, spec: AttentionSpec) -> int | None:
     """Return the number of rows of tables without positions, None if there are none."""
-    return spec.last - spec.first + 1 if given.positions is None and spec.clamp else None
+    return spec.last - spec.first + 1 if args.positions is None and spec.clamp else None
 
 
-def _exchanged_dimensions(given: Arguments, tensors: AttentionTensors, spec: AttentionSpec) -> str | None:
+def _exchanged_dimensions(args: Arguments, tensors: AttentionTensors, spec: AttentionSpec) -> str | None:
     """There are more heads than positions, and
 
     - very many heads, or as many as the positions that the table covers;
@@ -240,10 +237,10 @@ def _exchanged_dimensions(given: Arguments, tensors: AttentionTensors, spec: Att
     heads, num_queries, num_keys = tensors.query.shape[1], spec.max_seqlen_q, spec.max_seqlen_k
     if heads <= num_queries or heads <= num_keys:
         return None
-    text = f"query has {heads} heads, but {num_queries} positions: {PACKED_LAYOUT if given.is_packed else LAYOUT}"
-    if heads > MANY_HEADS or _num_centred_rows(given, spec) == 2 * heads - 1:
+    text = f"query has {heads} heads, but {num_queries} positions: {PACKED_LAYOUT if args.is_packed else LAYOUT}"
+    if heads > MANY_HEADS or _num_centred_rows(args, spec) == 2 * heads - 1:
         return text
-    if given.is_packed or heads < SOME_HEADS or heads <= 2 * num_queries or not 1 < num_queries == num_keys:
+    if args.is_packed or heads < SOME_HEADS or heads <= 2 * num_queries or not 1 < num_queries == num_keys:
         return None
     tables = [(name, getattr(tensors, name)) for name in TABLES if getattr(tensors, name) is not None]
     has_heads = any(is_per_head(name, table) for name, table in tables) or tensors.key.shape[1] != heads
@@ -251,8 +248,8 @@ def _exchanged_dimensions(given: Arguments, tensors: AttentionTensors, spec: Att
     return text if tables and not has_heads else None
 
 
-def _mask_of_heads_or_entries(given: Arguments, tensors: AttentionTensors, spec: AttentionSpec) -> str | None:
-    mask = given.attn_mask
+def _mask_of_heads_or_entries(args: Arguments, tensors: AttentionTensors, spec: AttentionSpec) -> str | None:
+    mask = args.attn_mask
     if mask is None or mask.dim() not in (2, 3) or not mask.shape[0] == tensors.num_sequences > 1:
         return None
     if mask.dim() == 3:
@@ -267,8 +264,8 @@ def _mask_of_heads_or_entries(given: Arguments, tensors: AttentionTensors, spec:
     )
 
 
-def _causal_without_offset(given: Arguments, tensors: AttentionTensors, spec: AttentionSpec) -> str | None:
-    if spec.window_right != 0 or given.query_offset is not None:
+def _causal_without_offset(args: Arguments, tensors: AttentionTensors, spec: AttentionSpec) -> str | None:
+    if spec.window_right != 0 or args.query_offset is not None:
         return None
     num_queries, num_keys = spec.max_seqlen_q, spec.max_seqlen_k
     if tensors.key_lengths is not None:  # a cache that is not full yet, unless the lengths are unknown and there is one query
@@ -284,7 +281,7 @@ def _causal_without_offset(given: Arguments, tensors: AttentionTensors, spec: At
     )
 
 
-def _rows_of_the_future(given: Arguments, tensors: AttentionTensors, spec: AttentionSpec) -> str | None:
+def _rows_of_the_future(args: Arguments, tensors: AttentionTensors, spec: AttentionSpec) -> str | None:
     first, last = spec.first, spec.last
     if not first >= spec.window_right >= 0 or first == last:
         return None
@@ -296,9 +293,9 @@ def _rows_of_the_future(given: Arguments, tensors: AttentionTensors, spec: Atten
     )
 
 
-def _short_table(given: Arguments, tensors: AttentionTensors, spec: AttentionSpec) -> str | None:
+def _short_table(args: Arguments, tensors: AttentionTensors, spec: AttentionSpec) -> str | None:
     """A table that is longer than anybody clips at, or one of the past that covers this call, if it is causal."""
-    num_rows = _num_centred_rows(given, spec)
+    num_rows = _num_centred_rows(args, spec)
     if num_rows is None or tensors.query_offsets is not None or spec.coverage() != "clamp":
         return None
     if num_rows <= 2 * LARGEST_CLIP + 1 and not (spec.window_right == 0 and -spec.farthest()[0] < num_rows):
@@ -310,12 +307,12 @@ def _short_table(given: Arguments, tensors: AttentionTensors, spec: AttentionSpe
     )
 
 
-def _rows_of_the_past(given: Arguments, tensors: AttentionTensors, spec: AttentionSpec) -> str | None:
+def _rows_of_the_past(args: Arguments, tensors: AttentionTensors, spec: AttentionSpec) -> str | None:
     """A single query is the last one of a cache: it has no future."""
     if not spec.first < spec.last == 0 or not spec.clamp or spec.max_seqlen_q == 1 or tensors.query_offsets is not None:
         return None
     num_keys = spec.max_seqlen_k if tensors.key_lengths is None else max(_values(tensors.key_lengths), default=0)
-    says_what_is_hidden = given.is_causal or given.window_size is not None or given.attn_mask is not None
+    says_what_is_hidden = args.is_causal or args.window_size is not None or args.attn_mask is not None
     if says_what_is_hidden or num_keys - 1 <= spec.query_offset:
         return None
     return (
@@ -325,10 +322,10 @@ def _rows_of_the_past(given: Arguments, tensors: AttentionTensors, spec: Attenti
     )
 
 
-def _hidden_by_position(given: Arguments, tensors: AttentionTensors, spec: AttentionSpec) -> str | None:
+def _hidden_by_position(args: Arguments, tensors: AttentionTensors, spec: AttentionSpec) -> str | None:
     """A caller who asks for lse can see that a query has no keys: parts of sequences are merged by it."""
     is_bounded = spec.window_left >= 0 or spec.window_right >= 0
-    if given.return_lse or not is_bounded or 0 in (spec.max_seqlen_q, spec.max_seqlen_k):
+    if args.return_lse or not is_bounded or 0 in (spec.max_seqlen_q, spec.max_seqlen_k):
         return None
     offsets = [spec.query_offset] if tensors.query_offsets is None else _values(tensors.query_offsets)
     for offset in offsets:
@@ -346,11 +343,9 @@ def _hidden_by_position(given: Arguments, tensors: AttentionTensors, spec: Atten
     )
 
 
-def _mask_values(given: Arguments, tensors: AttentionTensors, spec: AttentionSpec) -> str | None:
-    """Masks that hide everything, the opposite of what is meant, or nothing at all.
-
-    The whole mask is read only if what the last query or the first key has looks wrong.
-    """
+def _mask_values(args: Arguments, tensors: AttentionTensors, spec: AttentionSpec) -> str | None:
+    """Masks that hide everything, the opposite of what is meant, or nothing. The whole mask is read only if a corner looks
+    wrong."""
     mask = tensors.attn_mask
     if mask is None or not mask.numel() or not has_values(mask):
         return None
@@ -359,10 +354,10 @@ def _mask_values(given: Arguments, tensors: AttentionTensors, spec: AttentionSpe
         highest = float(mask[-1, -1, -1].amax())
         if highest == 1 and ((mask == 0) | (mask == 1)).all():
             return "attn_mask has only 0 and 1 and is added to the logits; if 1 means may attend, pass attn_mask.bool()"
-        if highest <= HIDING and not given.return_lse and mask.amax() <= HIDING:
+        if highest <= HIDING and not args.return_lse and mask.amax() <= HIDING:
             return f"{hides_all}A floating-point mask is added to the logits; return_lse=True says that this is meant"
         return None
-    if given.return_lse or mask[:, :, 0, 0].any():  # the first query sees the first key
+    if args.return_lse or mask[:, :, 0, 0].any():  # the first query sees the first key
         return None
     if not mask[-1, -1, -1].any() and not mask.any():
         return hides_all + OPPOSITE

@@ -48,12 +48,8 @@ def removed(what: str, instead: str) -> str:
 
 
 def refuse(package: str, name: str) -> NoReturn:
-    """Raise the error of a name that a module does not have.
-
-    Raises:
-        ImportError: 0.3.0 removed it. (``from package import name`` drops the message of an AttributeError.)
-        AttributeError: it never existed.
-    """
+    """Raise ImportError for a name that 0.3.0 removed (``from`` would drop the text of an AttributeError), else
+    AttributeError."""
     if instead := NAMES.get(package, {}).get(name):
         raise ImportError(removed(f"{package}.{name}", instead), name=f"{package}.{name}")
     raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name)

@@ -50,46 +50,29 @@ def is_per_head(name: str, table: torch.Tensor) -> bool:
     return table.ndim > 1 + (name != "rel_bias")
 
 
-DIFFERENTIABLE = AttentionTensors._fields[:8]
-"""Names of the tensors that have gradients, in their order."""
+DIFFERENTIABLE = AttentionTensors._fields[:8]  # names of the tensors that have gradients, in their order
 
 
 class AttentionSpec(NamedTuple):
     """All of a call that is not a tensor. Field names and types are also the operator's schema (see _operators.py)."""
 
-    scale: float
-    """Factor of q.k."""
-    rel_scale: float
-    """Factor of p.E and k.F."""
-    first: int
-    """Relative position of the tables' row 0."""
-    last: int
-    """Relative position of the tables' last row."""
-    clamp: bool
-    """Beyond first and last the end row applies (True), or no relative term (False)."""
-    window_left: int
-    """Keys with a relative position below -window_left are hidden; -1: none are."""
-    window_right: int
-    """Keys with a relative position above window_right are hidden; -1: none are. A causal mask is 0."""
-    query_offset: int
-    """Query i stands at key position i + query_offset."""
-    max_seqlen_q: int
-    """Number of queries of the longest sequence."""
-    max_seqlen_k: int
-    """Number of keys of the longest sequence."""
-    softcap: float | None = None
-    """Logits are limited smoothly to +-softcap."""
-    dropout_p: float = 0.0
-    """Dropout probability of the attention weights."""
-    with_lse: bool = True
-    """Compute lse; else "blockwise" leaves it out, (B, Hq, 0)."""
+    scale: float  # factor of q.k
+    rel_scale: float  # factor of p.E and k.F
+    first: int  # relative position of the tables' row 0
+    last: int  # relative position of the tables' last row
+    clamp: bool  # beyond first and last the end row applies (True), or no relative term (False)
+    window_left: int  # keys with a relative position below -window_left are hidden; -1: none are
+    window_right: int  # keys with a relative position above window_right are hidden; -1: none are. A causal mask is 0.
+    query_offset: int  # query i stands at key position i + query_offset
+    max_seqlen_q: int  # number of queries of the longest sequence
+    max_seqlen_k: int  # number of keys of the longest sequence
+    softcap: float | None = None  # logits are limited smoothly to +-softcap
+    dropout_p: float = 0.0  # dropout probability of the attention weights
+    with_lse: bool = True  # compute lse; else "blockwise" leaves it out, (B, Hq, 0)
 
     def coverage(self, has_one_offset: bool = True) -> str:
-        """Return "full" if the tables have a row for every visible pair; else "clamp" or "zero", what applies beyond their ends.
-
-        Args:
-            has_one_offset: false if sequences have query_offsets of their own.
-        """
+        """Return "full" if the tables have a row for every visible pair; else "clamp" or "zero", what applies beyond their
+        ends."""
         farthest_past, farthest_future = self.farthest(has_one_offset)
         if self.first <= farthest_past and farthest_future <= self.last:
             return "full"

@@ -29,13 +29,7 @@ LEARNED = {
 
 
 def resolve(arguments: Arguments) -> tuple[AttentionTensors, AttentionSpec]:
-    """Check a call; return its tensors and scalars with every default filled in. Packed tensors become (1, heads, total, width).
-
-    Raises:
-        ValueError: wrong rank, shape, device or value; the message names the argument, what is wanted and what was got.
-        TypeError: wrong type or dtype.
-        NotImplementedError: torch.jit.trace is at work.
-    """
+    """Check a call; return its tensors and scalars, defaults filled in. Packed tensors become (1, heads, total, width)."""
     try:
         tensors, spec = _resolve(arguments)
     except (TypeError, ValueError) as error:
@@ -329,11 +323,7 @@ def _plain(name: str, value: Any, kind: Any, learned: str = "") -> Any:
 
 
 def check_number(name: str, value: Any, learned: str = "") -> float:
-    """Return a number as a float: float32, in which most calls compute, must hold it.
-
-    Args:
-        learned: what to do with a number that is to be trained, if not what LEARNED says.
-    """
+    """Return a number as a float that float32 can hold. learned: what to do with one that is to be trained."""
     if not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) or isinstance(value, bool):
         value = _plain(name, value, float, learned)
     if not _in_range(-LARGEST_NUMBER, value, LARGEST_NUMBER):
@@ -365,11 +355,7 @@ def check_pair(name: str, meaning: str, value: Any) -> tuple[int, int]:
 
 
 def _require_covered(positions: RelativePositions, spec: AttentionSpec, offsets: list[int] | None) -> None:
-    """Raise unless the table has a row for every pair that window and lengths allow, as ``outside="error"`` asks.
-
-    Args:
-        offsets: values of query_offset; None if they are unknown.
-    """
+    """Raise unless the table has a row for every pair that window, lengths and offsets (None: unknown) allow."""
     if spec.coverage(has_one_offset=False) == "full" or 0 in (spec.max_seqlen_q, spec.max_seqlen_k):
         return
     if offsets is None:

@@ -23,9 +23,6 @@ def was_given(about: str) -> bool:
 
 
 def untraced(function: Function) -> Function:
-    """Make torch.compile call a function while it traces, and take the result as a constant.
-
-    ``torch.compiler.assume_constant_result`` does the same, but imports torch._dynamo for it, which takes a second.
-    """
+    """Let torch.compile call a function while it traces. torch.compiler.assume_constant_result would import torch._dynamo."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

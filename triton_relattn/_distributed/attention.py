@@ -17,26 +17,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import all_reduce, all_to_all_single, wait_tensor
 
-from .._core.dropout import origins_of
+from .._core.dropout import whole_origins
 from .._core.dtypes import compute_dtype
 from .._core.spec import TABLES, AttentionSpec, AttentionTensors, is_per_head
 from .._core.warn import untraced
 from .._implementations import Implementation
 from .._operators import NAMESPACE, OPERATORS, relative_attention
 
-Layout: TypeAlias = list[list[range]]
-"""The ranges of positions that each rank has, in the order in which it has them."""
+Layout: TypeAlias = list[list[range]]  # the ranges of positions that each rank has, in the order in which it has them
 LAYOUTS = ("contiguous", "zigzag")
 
 
-def layout_of_ranks(layout: str, sizes: Sequence[int]) -> Layout:
-    """Return the layout of a sequence of which the ranks have so many positions.
-
-    "contiguous": one range of any size each, in the order of the ranks. "zigzag": see there.
-
-    Raises:
-        ValueError: an unknown layout, or sizes that it does not have.
-    """
+def rank_layout(layout: str, sizes: Sequence[int]) -> Layout:
+    """Return the layout of a sequence of which the ranks have so many positions; ValueError if it cannot have these sizes.
+    "contiguous": a range of any size each, in the order of the ranks."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {LAYOUTS}, got {layout!r}")
     if layout == "contiguous":
@@ -49,8 +43,7 @@ def layout_of_ranks(layout: str, sizes: Sequence[int]) -> Layout:
 
 
 def zigzag(total: int, size: int) -> Layout:
-    """Return the layout in which rank r has number r and number 2 * size - 1 - r of 2 * size pieces, as equal as can be: with a
-    causal mask all ranks then have as much to compute."""
+    """Return the layout in which rank r has pieces r and 2 * size - 1 - r, of equal size: equal work under a causal mask."""
     starts = [number * total // (2 * size) for number in range(2 * size + 1)]
     pieces = [range(start, stop) for start, stop in pairwise(starts)]
     return [[pieces[rank], pieces[-1 - rank]] for rank in range(size)]
@@ -121,10 +114,7 @@ def _(tensor: torch.Tensor, group: str) -> torch.Tensor:
 
 
 class Exchange(torch.autograd.Function):
-    """A message of which each rank gets a part, for one from each rank; gradients go back where the message came from.
-
-    arriving, leaving: numbers of elements that come from each rank, and that go to each. group: its name.
-    """
+    """A message of which each rank gets a part, for one from each rank. arriving, leaving: numbers of elements by rank."""
 
     generate_vmap_rule = True
 
@@ -212,12 +202,9 @@ def attend(
     method: str,
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out and lse of the rank's queries over the keys of all ranks, with gradients; lse only with return_lse.
-
-    tensors: the rank's. spec: of the whole call.
-    """
+    """Return out and lse (only with return_lse) of the rank's queries over the keys of all ranks. spec: of the whole call."""
     if tensors.dropout_seed is not None and tensors.dropout_origins is None:
-        origins = origins_of(tensors.num_sequences, tensors.query.shape[1], tensors.query.device)
+        origins = whole_origins(tensors.num_sequences, tensors.query.shape[1], tensors.query.device)
         tensors = tensors._replace(dropout_origins=origins)
     if method == "all_to_all":
         return _attend_with_heads(tensors, spec, implementation, group, query_layout, key_layout, return_lse)
@@ -241,11 +228,7 @@ def _attend_with_heads(
     key_layout: Layout,
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to whole sequences with the rank's share of the heads.
-
-    Raises:
-        ValueError: the ranks do not divide the heads, or a mask has rows, of which each rank would need all.
-    """
+    """Attend to whole sequences with the rank's share of the heads."""
     rank, size = dist.get_rank(group), len(query_layout)
     heads, mask = tensors.query.shape[1], tensors.attn_mask
     check_heads(heads, tensors.key.shape[1], size)
@@ -289,11 +272,8 @@ def visible_keys(tensors: AttentionTensors, spec: AttentionSpec, queries: range)
 def piece_call(
     tensors: AttentionTensors, spec: AttentionSpec, queries: range, rows: slice
 ) -> tuple[AttentionTensors, AttentionSpec]:
-    """Return the call of some of a rank's queries: at these positions of the sequence, and in these rows of its tensors.
-
-    tensors: keys and values of all ranks; lengths, offsets and starts of the whole call; attn_mask of the rank's queries and all
-    keys.
-    """
+    """Return the call of some of a rank's queries, at these positions of the sequence and in these rows of its tensors. tensors:
+    keys, values, lengths, offsets and starts of the whole call; attn_mask of the rank's queries and all keys."""
     keys = visible_keys(tensors, spec, queries)
     between = queries.start - keys.start
     offsets, mask = tensors.query_offsets, tensors.attn_mask

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from .._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from .._implementations import Implementation
-from .attention import attend, check_heads, gather_sizes, layout_of_ranks
+from .attention import attend, check_heads, gather_sizes, rank_layout
 from .strategies import HEADS, POSITIONS, divides_key_heads, shard_dim
 
 
@@ -23,17 +23,9 @@ def attend_dtensors(
     layout: str = "contiguous",
     return_lse: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out and lse as DTensors, placed as query is.
-
-    Gradients of tables come as partial sums, which DTensor adds up; that of a plain table, which all ranks have, stays the rank's
-    part. Plain masks, lengths and offsets are those of the whole call. Heads of the key that the ranks do not divide are
-    gathered, and each rank takes those of its heads of the query.
-
-    Raises:
-        ValueError: placements of query other than positions by one mesh dimension, and batch, heads or nothing by others; with
-            "all_to_all", heads that the ranks do not divide.
-        TypeError: key, value, rel_query, or a table of sharded heads is no DTensor.
-    """
+    """Return out and lse as DTensors, placed as query is. Gradients of tables are partial sums, which DTensor adds up; that of a
+    plain table, which all ranks have, stays the rank's part. Plain masks, lengths and offsets are those of the whole call. Key
+    heads that the ranks do not divide are gathered, and each rank takes those of its query heads."""
     query: Any = tensors.query
     mesh, placements = query.device_mesh, tuple(query.placements)
     allowed = (Shard(0), Shard(1), Shard(2), Replicate())
@@ -76,7 +68,7 @@ def attend_dtensors(
             own_heads = own_heads[sum(sizes[:rank]) : sum(sizes[: rank + 1])]
         own = with_key_heads(own, own_heads, heads // key_heads)
     query_layout, key_layout = (
-        layout_of_ranks(layout, chunk_sizes(tensor.shape[2], mesh.size(mesh_dim))) for tensor in (query, tensors.key)
+        rank_layout(layout, chunk_sizes(tensor.shape[2], mesh.size(mesh_dim))) for tensor in (query, tensors.key)
     )
     out, lse = attend(own, spec, implementation, mesh.get_group(mesh_dim), query_layout, key_layout, method, return_lse)
     shape = (*query.shape[:3], tensors.value.shape[3])
@@ -85,11 +77,8 @@ def attend_dtensors(
 
 
 def spread_positions(tensors: Sequence[torch.Tensor], mesh: Any) -> tuple[DTensor, ...]:
-    """Return (B, H, N, width) tensors, of which each rank has its positions, as DTensors.
-
-    Raises:
-        ValueError: on all ranks, if they have other numbers of positions than a DTensor's shards.
-    """
+    """Return (B, H, N, width) tensors, of which each rank has its positions, as DTensors. Wrong sizes are an error on all
+    ranks."""
     ranks = gather_sizes([tensor.shape[2] for tensor in tensors], tensors[0].device, mesh.get_group())
     dtensors = []
     for tensor, *sizes in zip(tensors, *ranks, strict=True):
@@ -111,10 +100,7 @@ def new_dtensor(tensor: torch.Tensor, mesh: Any, placements: Sequence[Any], shap
 
 
 def with_key_heads(tensors: AttentionTensors, heads: range, sharing: int) -> AttentionTensors:
-    """Return the tensors with the heads of key and value that these heads of the query share, each for as many of them.
-
-    A head of the key is repeated if the range cuts its heads of the query into parts of their own.
-    """
+    """Select the heads of key and value that these query heads share: a key head twice if the range cuts its query heads."""
     step = math.gcd(sharing, heads.start, heads.stop)
     index = torch.tensor([head // sharing for head in heads[::step]], dtype=torch.int64, device=tensors.key.device)
     return tensors._replace(key=tensors.key.index_select(1, index), value=tensors.value.index_select(1, index))

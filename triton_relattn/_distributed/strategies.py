@@ -1,4 +1,4 @@
-"""DTensors: their tables and dropout, and the operators' sharding by batch and by heads.
+"""The operators' sharding strategies for DTensors: by batch and by heads.
 
 An import of this module does not import torch.distributed, which takes a second: the strategies are registered once a program
 has DTensor.
@@ -11,9 +11,7 @@ from typing import Any
 
 import torch
 
-from .._core.dropout import draw_seed, origins_of
-from .._core.dtypes import compute_dtype
-from .._core.spec import TABLES, AttentionTensors, is_per_head
+from .._core.spec import TABLES, is_per_head
 from .._implementations import IMPLEMENTATIONS
 from .._operators import GRID, LATE_REGISTRATIONS, NUM_SAVED, SEQUENCE, AttentionOperator
 
@@ -42,42 +40,6 @@ def shards_positions(query: torch.Tensor) -> bool:
 def divides_key_heads(heads: int, key_heads: int, size: int) -> bool:
     """Return whether so many ranks that share the heads each have, as a DTensor is cut, the key heads of their query heads."""
     return heads == key_heads or key_heads % size == 0
-
-
-def widened(table: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Return a table in the compute dtype of query; the gradient of a DTensor is added up over shards before it is rounded."""
-    wide: Any = table.to(compute_dtype(query.dtype))
-    if wide is table or not hasattr(table, "placements"):
-        return wide  # type: ignore[no-any-return]
-    return wide.redistribute(placements=table.placements)  # type: ignore[no-any-return]
-
-
-def with_wide_tables(tensors: AttentionTensors) -> AttentionTensors:
-    """Return the tensors of a call with tables that are DTensors widened."""
-    tables = {name: getattr(tensors, name) for name in TABLES}
-    wide = {name: widened(table, tensors.query) for name, table in tables.items() if hasattr(table, "placements")}
-    return tensors._replace(**wide)
-
-
-def draw_dropout(query: torch.Tensor, num_sequences: int) -> dict[str, torch.Tensor]:
-    """Draw dropout_seed for a call; of DTensors also return dropout_origins, to be cut as query is.
-
-    All ranks of a mesh have the largest of their seeds, so that replicas stay replicas; it is that of one process if their
-    generators are in the same state.
-    """
-    seed = draw_seed(query.device)
-    if not hasattr(query, "placements"):
-        return {"dropout_seed": seed}
-    from torch.distributed.tensor import DTensor, Partial, Replicate
-
-    mesh: Any = query.device_mesh  # type: ignore[attr-defined]
-    replicated = [Replicate()] * mesh.ndim
-    for dim in range(mesh.ndim):  # distribute_tensor, which sends what the first rank has, cannot be traced (torch 2.13)
-        largest = [*replicated[:dim], Partial("max"), *replicated[dim + 1 :]]
-        seeds: Any = DTensor.from_local(seed, mesh, largest, run_check=False)
-        seed = seeds.redistribute(placements=replicated).to_local()
-    dropout = {"dropout_seed": seed, "dropout_origins": origins_of(num_sequences, query.shape[1], seed.device)}
-    return {name: DTensor.from_local(tensor, mesh, replicated, run_check=False) for name, tensor in dropout.items()}
 
 
 def register() -> None:

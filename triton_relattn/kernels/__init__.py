@@ -12,11 +12,7 @@ import functools
 
 @functools.cache
 def kernels_are_interpreted() -> bool:
-    """Return whether the kernels run in Triton's interpreter. TRITON_INTERPRET decides that when they are first imported.
-
-    Raises:
-        RuntimeError: TRITON_INTERPRET changed after the first import of triton, whose own functions the kernels call.
-    """
+    """Return whether the kernels run in Triton's interpreter, which TRITON_INTERPRET decides when they are first imported."""
     import triton
     from triton.runtime.jit import JITFunction  # the interpreter's own kind would need numpy
 

@@ -37,11 +37,11 @@ def backward(
     softmax_stats: torch.Tensor,
     tensors: AttentionTensors,
     spec: AttentionSpec,
-    wanted: Sequence[bool] = (True,) * len(DIFFERENTIABLE),
+    needs_grad: Sequence[bool] = (True,) * len(DIFFERENTIABLE),
     tiles: Mapping[str, TileConfig] | None = None,
     residual: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of the tensors that spec.DIFFERENTIABLE names; None for those that are not wanted or not there.
+    """Return the gradients of the tensors that spec.DIFFERENTIABLE names; None for those that are not needed or not there.
 
     Memory beyond the gradients:
 
@@ -54,19 +54,15 @@ def backward(
       rel_value, of as many heads or keys at a time as fit into TRITON_RELATTN_WORKSPACE bytes. If that is not set, the limit is
       256 MiB, or as much as query, key and value take, or what keeps the GPU busy (planning.plan): linear in the length.
 
-    Args:
-        d_lse: None for zeros.
-        softmax_stats: as the forward returns them.
-        tiles: configurations by the names of kernels, in place of the selected ones.
-        residual: as the forward returns it with keeps_residual.
+    d_lse: None for zeros. softmax_stats, residual: the forward's. tiles: configurations by kernel, in place of the selected ones.
     """
     had_rel_query, scale_is_negative = tensors.rel_query is not None, spec.scale < 0
     tensors, spec = with_positive_scale(tensors, spec)
-    wants = dict(zip(DIFFERENTIABLE, wanted, strict=True))
+    needs = dict(zip(DIFFERENTIABLE, needs_grad, strict=True))
     has_two_roles = not had_rel_query and tensors.rel_query is not None
     if has_two_roles:
-        wants["rel_query"] = wants["query"]
-    results = _backward(d_out, d_lse, out, softmax_stats, tensors, spec, wants, tiles, residual)
+        needs["rel_query"] = needs["query"]
+    results = _backward(d_out, d_lse, out, softmax_stats, tensors, spec, needs, tiles, residual)
     gradients = dict(zip(DIFFERENTIABLE, results, strict=True))
     if (d_query := gradients["query"]) is not None:
         if scale_is_negative:
@@ -95,14 +91,14 @@ def _backward(
     softmax_stats: torch.Tensor,
     tensors: AttentionTensors,
     spec: AttentionSpec,
-    wants: Mapping[str, bool],
+    needs: Mapping[str, bool],
     tiles: Mapping[str, TileConfig] | None,
     residual: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, ...]:
     """Compute what backward returns, for a positive scale and a query whose two roles need no separate sums."""
     gradients: dict[str, torch.Tensor | None] = {}
     for name, tensor in zip(DIFFERENTIABLE, tensors, strict=False):
-        gradients[name] = gradient_like(tensor) if tensor is not None and wants[name] else None
+        gradients[name] = gradient_like(tensor) if tensor is not None and needs[name] else None
     query, key = tensors.query, tensors.key
     entries, heads, num_queries, _ = query.shape
     if entries * heads * num_queries * key.shape[2] == 0:
@@ -116,21 +112,21 @@ def _backward(
     tiles = {kernel: call.tile(kernel, (tiles or {}).get(kernel)) for kernel in kernels}
     step = query_step(8 * query.element_size())
     tiles |= {kernel: shortened(tiles[kernel], spec.max_seqlen_q, step) for kernel in ("dq", "dtable")}
-    wanted = {name for name, gradient in gradients.items() if gradient is not None}
-    wants_query, wants_rows = bool(wanted & {"query", "rel_query"}), bool(wanted & {"rel_key", "rel_bias"})
-    wants_ds = wants_query or wants_rows or "rel_p2c" in wanted
-    plan, ds, probs = planning.allocated(call, tensors, spec, tiles["dkv"], wants_ds, "rel_value" in wanted)
+    needed = {name for name, gradient in gradients.items() if gradient is not None}
+    needs_query, needs_rows = bool(needed & {"query", "rel_query"}), bool(needed & {"rel_key", "rel_bias"})
+    needs_ds = needs_query or needs_rows or "rel_p2c" in needed
+    plan, ds, probs = planning.allocated(call, tensors, spec, tiles["dkv"], needs_ds, "rel_value" in needed)
 
     new = query.new_empty if tensors.cu_seqlens_q is None and plan.has_whole_heads else query.new_zeros
     is_clamped, has_rows = call.coverage == "clamp", tensors.rel_key is not None or tensors.rel_bias is not None
 
-    def new_sides(exist: bool, length: int) -> torch.Tensor | None:
+    def new_past_future(exist: bool, length: int) -> torch.Tensor | None:
         """Allocate (B, H, 2, N): two numbers of each query or key, of the pairs before and behind a clamped table."""
         return new((entries, heads, 2, length), dtype=torch.float32) if is_clamped and exist else None
 
     # 1. delta [B, H, Nq], and what keys beyond a clamped table add to scores and dP
-    far_scores, far_values = new_sides(has_rows, num_queries), new_sides(tensors.rel_value is not None, num_queries)
-    far_key_sums = new_sides("rel_p2c" in wanted, key.shape[2])
+    far_scores, far_values = new_past_future(has_rows, num_queries), new_past_future(tensors.rel_value is not None, num_queries)
+    far_key_sums = new_past_future("rel_p2c" in needed, key.shape[2])
     deltas = query.new_empty(entries, heads, num_queries, dtype=torch.float32)
     per_query = PerQuery(*map(strided, (softmax_stats, deltas, far_scores, far_values, far_key_sums)))
     call.launch(
@@ -146,15 +142,50 @@ def _backward(
         num_queries=num_queries,
     )
 
-    far_sums = new_sides(wants_rows or (tensors.rel_key is not None and wants_query), num_queries)
-    far_probs = new_sides("rel_value" in wanted, num_queries)
+    far_sums = new_past_future(needs_rows or (tensors.rel_key is not None and needs_query), num_queries)
+    far_probs = new_past_future("rel_value" in needed, num_queries)
     d_query, d_rel_query = gradients["query"], gradients["rel_query"]
     if not plan.has_whole_heads:  # sums of several parts, in float32
         d_query, d_rel_query = (
             None if grad is None else torch.zeros_like(grad, dtype=torch.float32) for grad in (d_query, d_rel_query)
         )
-    sums = TableSums(call, tensors, spec, gradients, tiles, plan) if wanted.intersection(TABLES) else None
+    sums = TableSums(call, tensors, spec, gradients, tiles, plan) if needed.intersection(TABLES) else None
     query_blocks = cdiv(spec.max_seqlen_q, tiles["dq"].block_m * step) * step
+
+    def launch_dq(
+        stored: torch.Tensor | None,
+        d_queries: torch.Tensor | None,
+        d_rel_queries: torch.Tensor | None,
+        sums_beyond: torch.Tensor | None,
+    ) -> None:
+        call.launch(
+            "dq",
+            dq_kernel,
+            tiles["dq"],
+            (query_blocks * plan.num_batch_heads(part),),
+            stored=strided(stored),
+            d_queries=strided(d_queries),
+            d_rel_queries=strided(d_rel_queries),
+            far_sums=strided(sums_beyond),
+            ADDS=not plan.has_whole_heads,
+            **stored_part,
+        )
+
+    def launch_dtable(vectors: torch.Tensor, stored: torch.Tensor | None, for_values: bool) -> None:
+        call.launch(
+            "dtable",
+            dtable_kernel,
+            tiles["dtable"],
+            sums.grid,
+            vectors=strided(vectors),
+            stored=strided(stored),
+            d_rows=sums.partial("rel_value" if for_values else "rel_key"),
+            d_biases=None if for_values else sums.partial("rel_bias"),
+            FOR_VALUES=for_values,
+            PER_HEAD=sums.per_head,
+            ADDS=sums.adds,
+            **stored_part,
+        )
 
     for part in plan.parts:  # always in this order, so that sums repeat
         stored_part = {**part._asdict(), "LAYOUT": plan.layout}
@@ -174,46 +205,16 @@ def _backward(
             LAYOUT=plan.layout,
         )
         # 3. dQ from dS; of keys beyond a clamped table sums of dS, and of P
-        for stored, d_queries, d_rel_queries, sums_beyond in (
-            (ds, d_query, d_rel_query, far_sums),
-            (probs, None, None, far_probs),
-        ):
-            if any(result is not None for result in (d_queries, d_rel_queries, sums_beyond)):
-                call.launch(
-                    "dq",
-                    dq_kernel,
-                    tiles["dq"],
-                    (query_blocks * plan.num_items(part),),
-                    stored=strided(stored),
-                    d_queries=strided(d_queries),
-                    d_rel_queries=strided(d_rel_queries),
-                    far_sums=strided(sums_beyond),
-                    ADDS=not plan.has_whole_heads,
-                    **stored_part,
-                )
-        if sums is None:
-            continue
-        # 4. The tables: rel_key and rel_bias from dS and the queries, rel_value from P and d_out
-        shared = {"PER_HEAD": sums.per_head, "ADDS": sums.adds, **stored_part}
-        for is_wanted, vectors, stored, for_values in (
-            (wants_rows, call.rel_query, ds, False),
-            ("rel_value" in wanted, d_out, probs, True),
-        ):
-            if is_wanted:
-                call.launch(
-                    "dtable",
-                    dtable_kernel,
-                    tiles["dtable"],
-                    sums.grid,
-                    vectors=strided(vectors),
-                    stored=strided(stored),
-                    d_rows=sums.partial("rel_value" if for_values else "rel_key"),
-                    d_biases=None if for_values else sums.partial("rel_bias"),
-                    FOR_VALUES=for_values,
-                    **shared,
-                )
-        # and rel_p2c from dS and the keys
-        if "rel_p2c" in wanted:
+        if d_query is not None or d_rel_query is not None or far_sums is not None:
+            launch_dq(ds, d_query, d_rel_query, far_sums)
+        if far_probs is not None:
+            launch_dq(probs, None, None, far_probs)
+        # 4. The tables: rel_key and rel_bias from dS and the queries, rel_value from P and d_out, rel_p2c from dS and the keys
+        if needs_rows:
+            launch_dtable(call.rel_query, ds, for_values=False)
+        if "rel_value" in needed:
+            launch_dtable(d_out, probs, for_values=True)
+        if "rel_p2c" in needed:
             call.launch(
                 "dp2c",
                 dp2c_kernel,
@@ -222,7 +223,9 @@ def _backward(
                 stored=strided(ds),
                 d_rel_p2c=sums.partial("rel_p2c"),
                 MARGIN=sums.margin,
-                **shared,
+                PER_HEAD=sums.per_head,
+                ADDS=sums.adds,
+                **stored_part,
             )
     if sums is not None:
         sums.add_up(tensors.key, d_out, far_sums, far_probs, far_key_sums)

@@ -13,8 +13,8 @@ from .logits import Keys, Queries, key_table, relative_terms, score_table, tile_
 from .tile.addressing import head_matrix, key_order, load_rows, row_vector, side_vector, store_rows
 from .tile.band import blocks_before, whole_tile
 from .tile.key_terms import (
-    add_end_rows_of_keys,
     add_far_queries,
+    add_key_end_rows,
     far_query_sums,
     in_natural_order,
     multiply_key_band,
@@ -48,7 +48,7 @@ def dkv_kernel(
 ):
     """Compute d_key and d_value of BLOCK_N keys of one head; either may be None. per_query is as delta_kernel left it.
 
-    ds and stored_probs, [1, items, Nq, columns] or None: the workspace for dS and for the probabilities that dropout keeps; see
+    ds and stored_probs, [1, heads, Nq, columns] or None: the workspace for dS and for the probabilities that dropout keeps; see
     stored.py.
 
     Grid: a part of (key blocks * batch * key heads,), key blocks fastest, from first_program on: whole heads, or some blocks of
@@ -108,7 +108,7 @@ def dkv_kernel(
         scale = exponent_scale(common.scaling, mask)
         # Where the workspace has the pairs of this head: in one of its matrices, from part_start on
         if STORES:
-            item = (program // num_blocks - first_program // num_blocks) * SHAPE.group + member
+            bh = (program // num_blocks - first_program // num_blocks) * SHAPE.group + member
             part_start = first_program % num_blocks * TILE.block_n
 
         for PART in tl.static_range(first_part(TILE), stop_part(TILE)):
@@ -161,7 +161,7 @@ def dkv_kernel(
                     column = key_start - first_column_key(row_start, place.query_offset, part_start, common.window, LAYOUT)
                 kept_probs = (probs if common.dropout.seed is None else tl.where(keep, probs, 0.0)).to(d_out.dtype)
                 if stored_probs is not None:
-                    probs_matrix = head_matrix(stored_probs, 0, item, 0, False)
+                    probs_matrix = head_matrix(stored_probs, 0, bh, 0, False)
                     store_tile(probs_matrix, kept_probs, row_start, tile_m, valid_m, column, TILE, LAYOUT)
                 # dV += P^T dO. This product stands between those of dP and dK: the matrix units have work while dS is computed.
                 if d_values is not None:
@@ -176,7 +176,7 @@ def dkv_kernel(
                         d_scores *= slope
                     d_scores = d_scores.to(query.dtype)
                     if ds is not None:
-                        store_tile(head_matrix(ds, 0, item, 0, False), d_scores, row_start, tile_m, valid_m, column, TILE, LAYOUT)
+                        store_tile(head_matrix(ds, 0, bh, 0, False), d_scores, row_start, tile_m, valid_m, column, TILE, LAYOUT)
                     if inputs.rel_p2c is not None:
                         d_scores = in_natural_order(d_scores, TILE)
                     if PART == FAR and inputs.far_keys is not None:
@@ -193,7 +193,7 @@ def dkv_kernel(
             if per_query.far_key_sums is not None:
                 store_key_sums(per_query.far_key_sums, past, future, place, head, key_start, TILE)
             if d_keys is not None:
-                d_key = add_end_rows_of_keys(d_key, past, future, keys_table, key_lowest, key_highest, TILE)
+                d_key = add_key_end_rows(d_key, past, future, keys_table, key_lowest, key_highest, TILE)
 
     valid_n = offs_n < place.key_rows  # padding has a gradient as well: zero
     if d_keys is not None:

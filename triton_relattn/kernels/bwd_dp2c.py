@@ -14,7 +14,7 @@ from .tile.addressing import head_matrix, load_rows, store_rows
 from .tile.key_terms import keys_at, near_queries, rotate_columns
 from .tile.masking import exists, locate, visible
 from .tile.scores import rel_unit
-from .workspace.stored import first_column_key, stored_part, table_items
+from .workspace.stored import first_column_key, stored_part, table_bh_range
 
 
 @triton.jit(do_not_specialize=["first_program", "stop_program", "first", "last", "num_heads"])
@@ -40,7 +40,7 @@ def dp2c_kernel(
     MARGIN: beyond a clamped table there are queries that dkv_kernel does not count as far. They are summed by distance in so many
     more rows on either side.
 
-    Grid: (row blocks * table heads, splits), row blocks fastest; a program takes every splits-th block of keys of all items that
+    Grid: (row blocks * table heads, splits), row blocks fastest; a program takes every splits-th block of keys of all heads that
     use its table.
     """
     num_blocks = tl.cdiv(last - first + 1 + 2 * MARGIN, TILE.block_m)
@@ -50,13 +50,13 @@ def dp2c_kernel(
     tile_m = tl.arange(0, TILE.block_m)
     tile_n = tl.arange(0, TILE.block_n)
     acc = tl.full([TILE.block_m, SHAPE.block_d], 0.0, tl.float32)
-    first_item, stop_item, first_key, stop_key = stored_part(first_program, stop_program, common.sequences, LAYOUT, SHAPE.group)
+    first_bh, stop_bh, first_key, stop_key = stored_part(first_program, stop_program, common.sequences, LAYOUT, SHAPE.group)
 
-    item_start, item_step = table_items(table_head, first_item, num_heads, PER_HEAD)
-    for item in tl.range(item_start, stop_item, item_step):
-        place = locate(common.sequences, common.window, item // num_heads)
-        matrix = head_matrix(stored, 0, item - first_item, 0, False)
-        head_keys = head_matrix(inputs.key, place.entry, item % num_heads // SHAPE.group, place.key_start, SHAPE.wide_index)
+    bh_start, bh_step = table_bh_range(table_head, first_bh, num_heads, PER_HEAD)
+    for bh in tl.range(bh_start, stop_bh, bh_step):
+        place = locate(common.sequences, common.window, bh // num_heads)
+        matrix = head_matrix(stored, 0, bh - first_bh, 0, False)
+        head_keys = head_matrix(inputs.key, place.entry, bh % num_heads // SHAPE.group, place.key_start, SHAPE.wide_index)
         start, stop = keys_at(highest, first_key, stop_key, place, common.window, TILE)
         for key_start in tl.range(start + split * TILE.block_n, stop, num_splits * TILE.block_n):
             offs_n = key_start + tile_n
@@ -81,6 +81,4 @@ def dp2c_kernel(
     acc *= rel_unit(common.scaling)
     row, valid = highest - first + MARGIN, highest - tile_m >= first - MARGIN
     d_rel_p2c = head_matrix(d_rel_p2c, split, table_head, 0, SHAPE.wide_index)
-    if ADDS:
-        acc += load_rows(d_rel_p2c, row, -tile_m, valid, SHAPE.head_dim, SHAPE.block_d)
-    store_rows(d_rel_p2c, row, -tile_m, valid, acc, SHAPE.head_dim, SHAPE.block_d)
+    store_rows(d_rel_p2c, row, -tile_m, valid, acc, SHAPE.head_dim, SHAPE.block_d, ADDS)

@@ -37,13 +37,13 @@ def dq_kernel(
     LAYOUT: tl.constexpr,
     ADDS: tl.constexpr,
 ):
-    """Compute d_query and d_rel_query of BLOCK_M queries of one head from stored, dS [1, items, Nq, columns], and far_sums
+    """Compute d_query and d_rel_query of BLOCK_M queries of one head from stored, dS [1, heads, Nq, columns], and far_sums
     [B, H, 2, Nq], the sums of what is stored of the keys before and behind a clamped table. Each of the three may be None.
 
     first_program, stop_program: the programs of the dkv kernel whose pairs the workspace has. ADDS: results are float32, and are
     added to what is there: other programs have other keys of the same queries.
 
-    Queries of a block lie query_step. Grid: (query blocks * items,), query blocks fastest.
+    Queries of a block lie query_step. Grid: (query blocks * heads in the workspace,), query blocks fastest.
     """
     STEP: tl.constexpr = query_step(stored[0].dtype.element_ty.primitive_bitwidth)
     num_blocks = tl.cdiv(common.sequences.max_seqlen_q, TILE.block_m * STEP) * STEP
@@ -51,9 +51,9 @@ def dq_kernel(
     if common.window[1] is not None:
         block = num_blocks - 1 - block  # the longest loops first
     number = tl.program_id(0) // num_blocks
-    first_item, _, stored_first, stored_stop = stored_part(first_program, stop_program, common.sequences, LAYOUT, SHAPE.group)
-    head = (first_item + number) % num_heads
-    place = locate(common.sequences, common.window, (first_item + number) // num_heads)
+    first_bh, _, stored_first, stored_stop = stored_part(first_program, stop_program, common.sequences, LAYOUT, SHAPE.group)
+    head = (first_bh + number) % num_heads
+    place = locate(common.sequences, common.window, (first_bh + number) // num_heads)
     row_start = block // STEP * (TILE.block_m * STEP)
     if common.sequences.cu_seqlens_q is not None:
         if row_start >= place.num_queries:
@@ -141,12 +141,8 @@ def dq_kernel(
             acc += rel_acc * tl.cast(common.scaling.rel_scale, tl.float32)
         acc *= tl.cast(common.scaling.base_2_scale, tl.float32) * LN_2
         d_queries = head_matrix(d_queries, place.entry, head, place.query_start, SHAPE.wide_index)
-        if ADDS:
-            acc += load_rows(d_queries, row_start, rows, valid_m, SHAPE.head_dim, SHAPE.block_d)
-        store_rows(d_queries, row_start, rows, valid_m, acc, SHAPE.head_dim, SHAPE.block_d)
+        store_rows(d_queries, row_start, rows, valid_m, acc, SHAPE.head_dim, SHAPE.block_d, ADDS)
     if d_rel_queries is not None:
         rel_acc *= rel_unit(common.scaling)
         d_rel_queries = head_matrix(d_rel_queries, place.entry, head, place.query_start, SHAPE.wide_index)
-        if ADDS:
-            rel_acc += load_rows(d_rel_queries, row_start, rows, valid_m, SHAPE.rel_dim, SHAPE.block_dr)
-        store_rows(d_rel_queries, row_start, rows, valid_m, rel_acc, SHAPE.rel_dim, SHAPE.block_dr)
+        store_rows(d_rel_queries, row_start, rows, valid_m, rel_acc, SHAPE.rel_dim, SHAPE.block_dr, ADDS)

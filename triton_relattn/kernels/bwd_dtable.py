@@ -38,7 +38,7 @@ import triton.language as tl
 from .tile.addressing import head_matrix, load_rows, row_vector, store_rows
 from .tile.masking import locate
 from .tile.scores import rel_unit
-from .workspace.stored import first_column_key, load_tile, program_rows, query_step, readable_keys, stored_part, table_items
+from .workspace.stored import first_column_key, load_tile, program_rows, query_step, readable_keys, stored_part, table_bh_range
 
 
 @triton.jit
@@ -72,13 +72,13 @@ def dtable_kernel(
     """Compute partial sums of the gradients of table rows: d_rows [splits, heads or 1, R, D], d_biases [splits, heads or 1, R].
     Either may be None. ADDS: add to the sums that are there.
 
-    vectors: the queries, or what rel_key meets in their place, and stored is dS, [1, items, Nq, columns]. FOR_VALUES: vectors are
+    vectors: the queries, or what rel_key meets in their place, and stored is dS, [1, heads, Nq, columns]. FOR_VALUES: vectors are
     d_out, and stored is P. first_program, stop_program: the programs of the dkv kernel whose numbers the workspace has.
 
     Pairs beyond a clamped table are not here: dq_kernel sums them for each query (table_sums.py).
 
-    Grid: (row blocks * table heads, splits), row blocks fastest; a program takes every splits-th block of queries of all items
-    that use its table.
+    Grid: (row blocks * table heads, splits), row blocks fastest; a program takes every splits-th block of queries of all heads of
+    all sequences that use its table.
     """
     TABLE: tl.constexpr = TILE.value_tile if FOR_VALUES else TILE
     STEP: tl.constexpr = query_step(stored[0].dtype.element_ty.primitive_bitwidth)
@@ -100,12 +100,12 @@ def dtable_kernel(
         bias_acc = tl.full([TILE.block_n, 16], 0.0, tl.float32)
         ones = tl.full([TILE.block_m, 16], 1.0, stored[0].dtype.element_ty)
 
-    # The items, a sequence and head each, and the keys that the workspace has; of these the items that use this table
-    first_item, stop_item, first_key, stop_key = stored_part(first_program, stop_program, common.sequences, LAYOUT, SHAPE.group)
+    # The heads (bh: sequence * heads + head) and the keys that the workspace has; of these the heads that use this table
+    first_bh, stop_bh, first_key, stop_key = stored_part(first_program, stop_program, common.sequences, LAYOUT, SHAPE.group)
     first_key = first_key // STEP * STEP  # changes nothing, but tells the compiler that it is a multiple
     stop_key = tl.minimum(stop_key, common.sequences.max_seqlen_k)
-    item_start, item_step = table_items(table_head, first_item, num_heads, PER_HEAD)
-    num_items = tl.cdiv(tl.maximum(stop_item - item_start, 0), item_step)
+    bh_start, bh_step = table_bh_range(table_head, first_bh, num_heads, PER_HEAD)
+    num_bh = tl.cdiv(tl.maximum(stop_bh - bh_start, 0), bh_step)
 
     for pass_number in tl.range(STEP):
         relative = first_position - pass_number
@@ -114,7 +114,7 @@ def dtable_kernel(
             acc = tl.gather(acc, tl.broadcast_to(previous_row, acc.shape), axis=0)
         if d_biases is not None:
             bias_acc = tl.gather(bias_acc, tl.broadcast_to(previous_row, bias_acc.shape), axis=0)
-        # Queries of an item that have a key of the workspace at one of these positions, at most; none beyond the window
+        # Queries of a head that have a key of the workspace at one of these positions, at most; none beyond the window
         if common.sequences.query_offsets is None:
             start, stop = queries_at(relative, common.sequences.query_offset, first_key, stop_key, STEP, TILE.block_n)
             span = tl.minimum(stop, common.sequences.max_seqlen_q) - start
@@ -124,28 +124,28 @@ def dtable_kernel(
             span = tl.where(relative > common.window[1], 0, span)
         if common.window[0] is not None:
             span = tl.where(relative + (TILE.block_n - 1) < -common.window[0], 0, span)
-        per_item = tl.cdiv(tl.maximum(span, 0), TILE.block_m * STEP)
+        blocks_per_head = tl.cdiv(tl.maximum(span, 0), TILE.block_m * STEP)
 
-        for block_number in tl.range(split, num_items * per_item, num_splits):
-            # A block of queries i of an item, those for which i + r is a multiple of STEP
-            item = item_start + block_number // tl.maximum(per_item, 1) * item_step
-            place = locate(common.sequences, common.window, item // num_heads)
+        for block_number in tl.range(split, num_bh * blocks_per_head, num_splits):
+            # A block of queries i of a head, those for which i + r is a multiple of STEP
+            bh = bh_start + block_number // tl.maximum(blocks_per_head, 1) * bh_step
+            place = locate(common.sequences, common.window, bh // num_heads)
             shift = place.query_offset + relative
             start, _ = queries_at(relative, place.query_offset, first_key, stop_key, STEP, TILE.block_n)
-            block_start = start + block_number % tl.maximum(per_item, 1) * (TILE.block_m * STEP)
+            block_start = start + block_number % tl.maximum(blocks_per_head, 1) * (TILE.block_m * STEP)
             offset = -shift & (STEP - 1)  # of the first query i for which i + r is a multiple of STEP
             offs_m = block_start + offset + tile_m * STEP
             valid_m = offs_m < place.num_queries
             # band [M, N] = dS[i, i + r]. Hidden pairs may never have been stored, and in a band have no place: they are 0.
             key_low, key_high = readable_keys(offs_m, place, common.window, first_key, stop_key, STEP)
             column_keys = first_column_key(offs_m, place.query_offset, first_key, common.window, LAYOUT)
-            matrix = head_matrix(stored, 0, item - first_item, 0, False)
+            matrix = head_matrix(stored, 0, bh - first_bh, 0, False)
             band = load_tile(matrix, offs_m, offs_m + shift, column_keys, key_low, key_high, TILE.block_n)
             if d_biases is not None:
                 # [N, M] @ [M, 16] -> [N, 16]
                 bias_acc = tl.dot(tl.trans(band), ones, bias_acc, input_precision="ieee")
             if d_rows is not None:
-                head_vectors = head_matrix(vectors, place.entry, item % num_heads, place.query_start, SHAPE.wide_index)
+                head_vectors = head_matrix(vectors, place.entry, bh % num_heads, place.query_start, SHAPE.wide_index)
                 rows = offset + tile_m * STEP  # as offs_m, from block_start on
                 vector = load_rows(head_vectors, block_start, rows, valid_m, TABLE.width, TABLE.block_width)
                 # [N, M] @ [M, D] -> [N, D]
@@ -166,9 +166,7 @@ def dtable_kernel(
             unit = 1.0 if common.dropout.seed is None else tl.cast(common.dropout.keep_scale, tl.float32)
         acc = tl.where(is_visible[:, None], acc * unit, 0.0)
         d_rows = head_matrix(d_rows, split, table_head, 0, SHAPE.wide_index)
-        if ADDS:
-            acc += load_rows(d_rows, row, tile_n, valid, TABLE.width, TABLE.block_width)
-        store_rows(d_rows, row, tile_n, valid, acc, TABLE.width, TABLE.block_width)
+        store_rows(d_rows, row, tile_n, valid, acc, TABLE.width, TABLE.block_width, ADDS)
     if d_biases is not None:
         bias = tl.where(is_visible, tl.max(bias_acc, axis=1), 0.0)
         pointers = row_vector(d_biases, split, table_head, row) + tile_n

@@ -16,12 +16,12 @@ from .._core.spec import TABLES, AttentionSpec, AttentionTensors
 from .config import architectures, selection
 from .config.selection import padded_width
 from .config.tile_config import MAX_BLOCK, TileConfig
-from .launching import described, launch
+from .launching import launch, specialization
 from .operands import Extent, Strided, contiguous, extent, needs_wide_index, per_head, strided
 
 SMALLEST_SCALE = 2.0**-60
 LARGEST_TERM = 2000.0  # of a logit, that float16 must hold if terms are rounded; with the usual scale widths up to 1,024 do
-MOST_QUERIES = 8 * MAX_BLOCK  # between the first and the last of a tile, whose queries need not be neighbours; see stored.py
+MAX_QUERIES = 8 * MAX_BLOCK  # between the first and the last of a tile, whose queries need not be neighbours; see stored.py
 
 # No field of a group of arguments may have the name of an attribute of Triton's own tuple: above all not values or type. Groups
 # of tensors and numbers are such tuples in kernels. Up to Triton 3.7 a group of constants was the Python tuple itself there.
@@ -145,9 +145,9 @@ def float16_holds_terms(scale: float) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Fixed:
+class CallConstants:
     """What all calls with the same sizes, strides, dtype and scalars share, also packs of other numbers of sequences: computed
-    once, by ``fixed``, since it takes longer than the launches."""
+    once, by ``call_constants``, since it takes longer than the launches."""
 
     kind: selection.Kind
     shape: Shape
@@ -160,7 +160,7 @@ class Fixed:
 
 
 @functools.lru_cache(maxsize=1024)
-def fixed(
+def call_constants(
     spec: AttentionSpec,
     arch: str,
     precision: str,
@@ -168,14 +168,9 @@ def fixed(
     has_one_offset: bool,
     operands: tuple[Extent, ...],
     others: tuple[Extent, ...],
-) -> Fixed:
-    """Compute what does not depend on the values of tensors.
-
-    Args:
-        precision: of float32 products; see architectures.input_precision.
-        operands: in the order of Operands.
-        others: further tensors that kernels address by batch entry, head and row.
-    """
+) -> CallConstants:
+    """Compute what does not depend on the values of tensors. operands: in the order of Operands. others: further tensors that
+    kernels address by batch entry, head and row."""
     query, key, value, rel_query, rel_key, rel_value, rel_bias, _, rel_p2c = operands
     assert query is not None and key is not None and value is not None
     (_, num_heads, _, head_dim), key_heads, value_dim = query[0], key[0][1], value[0][-1]
@@ -196,10 +191,10 @@ def fixed(
     kind = selection.call_kind(arch, dtype, max(widths), coverage, spec.window_right >= 0, term_set)
 
     # How many rows a tile's offsets go through decides whether 32 bits hold them.
-    rows = [(tensor, MOST_QUERIES) for tensor in (query, rel_query, *others)] + [(key, MAX_BLOCK), (value, MAX_BLOCK)]
+    rows = [(tensor, MAX_QUERIES) for tensor in (query, rel_query, *others)] + [(key, MAX_BLOCK), (value, MAX_BLOCK)]
     rows += [(table, table[0][-2] + MAX_BLOCK) for name, table in tables.items() if table is not None and name != "rel_bias"]
     wide_index = any(tensor is not None and needs_wide_index(*tensor, most) for tensor, most in rows)
-    wide_index |= num_heads * max(widths) * MOST_QUERIES >= 2**31  # of what is allocated for the results
+    wide_index |= num_heads * max(widths) * MAX_QUERIES >= 2**31  # of what is allocated for the results
     shape = Shape(num_heads // max(key_heads, 1), *widths, *map(padded_width, widths), wide_index)
 
     # Scores are logits divided by scale, so 0 is replaced by a number so small that q.k vanishes beside the other terms.
@@ -235,17 +230,17 @@ def fixed(
         strides[name] = per_head(strides[name], rank=1 if name == "rel_bias" else 2)
     window = (None if spec.window_left < 0 else spec.window_left, None if spec.window_right < 0 else spec.window_right)
     dropout = Dropout(None, largest_dropped(spec.dropout_p), keep_scale(spec.dropout_p))
-    return Fixed(kind, shape, tile, window, dropout, scaling, tuple(strides.values()))
+    return CallConstants(kind, shape, tile, window, dropout, scaling, tuple(strides.values()))
 
 
 @functools.lru_cache(maxsize=4096)
-def kernel_tile(fixed: Fixed, config: TileConfig, kernel: str) -> TileConstants:
+def kernel_tile(constants: CallConstants, config: TileConfig, kernel: str) -> TileConstants:
     """Return the constants that a kernel is compiled with."""
     # Kernels that read dS by relative position need the rows of a clamped table, and have sums over the keys beyond.
-    coverage = "zero" if fixed.tile.coverage == "clamp" and kernel in ("dq", "dtable") else fixed.tile.coverage
+    coverage = "zero" if constants.tile.coverage == "clamp" and kernel in ("dq", "dtable") else constants.tile.coverage
     # A loop over the keys can carry what belongs to its queries, one over the queries what belongs to its keys.
     carry, key_carry = (config.carry, None) if kernel == "forward" else (None, config.carry)
-    constants: dict[str, Any] = {
+    config_constants: dict[str, Any] = {
         "block_m": config.block_m,
         "block_n": config.block_n,
         "rotation": config.rotation,
@@ -253,13 +248,13 @@ def kernel_tile(fixed: Fixed, config: TileConfig, kernel: str) -> TileConstants:
         "carry": carry,
         "coverage": coverage,
     }
-    value_tile, key_tile = fixed.tile.value_tile, fixed.tile.key_tile
+    value_tile, key_tile = constants.tile.value_tile, constants.tile.key_tile
     assert value_tile is not None
     if key_tile is not None:
         in_registers = config.rotation != "gather" and config.block_n % (16 * config.num_warps) == 0
         rotation = "registers" if in_registers else "gather"
-        key_tile = key_tile._replace(**constants | {"block_m": config.block_n, "rotation": rotation, "carry": key_carry})
-    return fixed.tile._replace(**constants, value_tile=value_tile._replace(**constants), key_tile=key_tile)
+        key_tile = key_tile._replace(**config_constants | {"block_m": config.block_n, "rotation": rotation, "carry": key_carry})
+    return constants.tile._replace(**config_constants, value_tile=value_tile._replace(**config_constants), key_tile=key_tile)
 
 
 class Call:
@@ -272,12 +267,8 @@ class Call:
         others: Iterable[torch.Tensor | None] = (),
         arch: str | None = None,
     ) -> None:
-        """Collect the arguments of a call.
-
-        Args:
-            others: further tensors of the user's that kernels address by batch entry, head and row; they may need 64-bit offsets.
-            arch: an architecture to use instead of the device's.
-        """
+        """others: further tensors that kernels address by batch entry, head and row. arch: in place of the device's
+        architecture."""
         query, key = tensors.query, tensors.key
         self.heads, self.key_heads = query.shape[1], key.shape[1]
         self.num_sequences = tensors.num_sequences
@@ -291,7 +282,7 @@ class Call:
             mask = mask.expand(query.shape[0], self.heads, query.shape[2], key.shape[2])
         value, rel_key, rel_value = tensors.value, tensors.rel_key, tensors.rel_value
         operands = (query, key, value, tensors.rel_query, rel_key, rel_value, rel_bias, mask, tensors.rel_p2c)
-        self.fixed = fixed(
+        self.constants = call_constants(
             spec,
             self.arch,
             architectures.input_precision(query.dtype, self.arch),
@@ -300,31 +291,27 @@ class Call:
             tuple(map(extent, operands)),
             tuple(map(extent, others)),
         )
-        self.kind, self.coverage, self.shape = self.fixed.kind, self.fixed.kind.coverage, self.fixed.shape
+        self.kind, self.coverage, self.shape = self.constants.kind, self.constants.kind.coverage, self.constants.shape
         self.length = max(spec.max_seqlen_q, spec.max_seqlen_k)
-        pairs = zip(operands, self.fixed.strides, strict=True)
+        pairs = zip(operands, self.constants.strides, strict=True)
         self.inputs = Operands(*[None if tensor is None else (tensor, strides) for tensor, strides in pairs])
         vectors = (tensors.query_offsets, tensors.key_lengths, tensors.cu_seqlens_q, tensors.cu_seqlens_k)
         sequences = Sequences(spec.max_seqlen_q, spec.max_seqlen_k, spec.query_offset, *map(contiguous, vectors))
         dropout = Dropout()
         if tensors.dropout_seed is not None:
             origins = None if tensors.dropout_origins is None else tensors.dropout_origins[:, :1].contiguous()
-            dropout = self.fixed.dropout._replace(seed=tensors.dropout_seed.contiguous(), origins=origins)
-        self.common = Common(sequences, self.fixed.window, dropout, self.fixed.scaling)
+            dropout = self.constants.dropout._replace(seed=tensors.dropout_seed.contiguous(), origins=origins)
+        self.common = Common(sequences, self.constants.window, dropout, self.constants.scaling)
         self.limits = {"first": spec.first, "last": spec.last}
-        self.described: Any = None  # what Triton compiles for of inputs and common; see launching.py
+        self.specialization: Any = None  # what Triton compiles for of inputs and common; see launching.py
 
     def add_far_keys(self, far_keys: torch.Tensor) -> None:
         """Give the terms of far keys to all kernels that are launched from now on; see delta.py."""
-        self.inputs, self.described = self.inputs._replace(far_keys=strided(far_keys)), None
+        self.inputs, self.specialization = self.inputs._replace(far_keys=strided(far_keys)), None
 
     def launch(self, name: str, kernel: Any, config: TileConfig, programs: tuple[int, ...], **arguments: Any) -> None:
-        """Launch one of KERNELS, in so many programs, with the arguments that all kernels share.
-
-        Raises:
-            DoesNotFit: a selected configuration does not fit the GPU; selection.until_it_fits starts again.
-            OutOfResources: a configuration that was asked for does not fit the GPU.
-        """
+        """Launch one of KERNELS, in so many programs, with the arguments that all kernels share. OutOfResources: a configuration
+        that was asked for does not fit the GPU; one that was selected is replaced (selection.until_it_fits)."""
         options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         if config.max_registers is not None:
             options["maxnreg"] = config.max_registers
@@ -333,31 +320,27 @@ class Call:
             "common": self.common,
             "num_heads": self.heads,
             "SHAPE": self.shape,
-            "TILE": kernel_tile(self.fixed, config, name),
+            "TILE": kernel_tile(self.constants, config, name),
             **self.limits,
         }
-        if self.described is None:
-            self.described = described(self._tensors())
+        if self.specialization is None:
+            self.specialization = specialization(self._tensors())
         try:
-            launch(kernel, programs, shared, arguments, options, self.fixed.compiled, (name, config, self.described))
+            launch(kernel, programs, shared, arguments, options, self.constants.compiled, (name, config, self.specialization))
         except OutOfResources as error:
             if name not in self.selected:
                 raise
             selection.take_smaller(name, self.arch, self.kind, self.selected[name], error)
 
     def _tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """Return the tensors of inputs and common. All else of these is in Fixed, or no kernel is compiled for it."""
+        """Return the tensors of inputs and common. All else of these is in CallConstants, or no kernel is compiled for it."""
         sequences, dropout = self.common.sequences, self.common.dropout
         operands = (None if pair is None else pair[0] for pair in self.inputs)
         vectors = (sequences.query_offsets, sequences.key_lengths, sequences.cu_seqlens_q, sequences.cu_seqlens_k)
         return (*operands, *vectors, dropout.seed, dropout.origins)
 
     def tile(self, kernel: str, config: TileConfig | None = None) -> TileConfig:
-        """Return the configuration for one of KERNELS: the given one, or else the one selected for this call.
-
-        Raises:
-            ValueError: the given configuration is not valid.
-        """
+        """Return the configuration for one of KERNELS: the given one, if it is valid, or else the one selected for this call."""
         if config is None:
             config = self.selected[kernel] = selection.select(kernel, self.arch, self.kind, self.length)
             return config

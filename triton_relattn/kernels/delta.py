@@ -21,7 +21,7 @@ from .call import Call, cdiv
 from .config.tile_config import TileConfig
 from .logits import key_table, score_table, value_table
 from .operands import strided
-from .tile.addressing import head_matrix, load_rows, row_vector, store_sides
+from .tile.addressing import head_matrix, load_rows, row_vector, store_past_future
 from .tile.masking import exists, locate
 from .tile.scores import lane_consistent
 from .tile.table import far_terms
@@ -74,8 +74,8 @@ def delta_kernel(
     """
     # Queries [M], and their rows of out and d_out [M, Dv]
     blocks = tl.cdiv(num_queries, TILE.block_m)
-    row_start, item = tl.program_id(0) % blocks * TILE.block_m, tl.program_id(0) // blocks
-    head, entry = item % num_heads, item // num_heads
+    row_start, bh = tl.program_id(0) % blocks * TILE.block_m, tl.program_id(0) // blocks
+    head, entry = bh % num_heads, bh // num_heads
     tile_m = tl.arange(0, TILE.block_m)
     offs_m = row_start + tile_m
     valid_m = offs_m < num_queries
@@ -103,11 +103,11 @@ def delta_kernel(
         query = load_rows(queries, row_start, tile_m, valid_m, SHAPE.rel_dim, SHAPE.block_dr)
         table = score_table(inputs, common, head, first, last, SHAPE, TILE)
         past, future = far_terms(query, table, TILE)
-        store_sides(per_query.far_scores, entry, head, 0, offs_m, valid_m, past, future)
+        store_past_future(per_query.far_scores, entry, head, 0, offs_m, valid_m, past, future)
     if per_query.far_values is not None:
         VALUE_TILE: tl.constexpr = TILE.value_tile
         past, future = far_terms(d_out, value_table(inputs, head, first, last, SHAPE), VALUE_TILE)
-        store_sides(per_query.far_values, entry, head, 0, offs_m, valid_m, past, future)
+        store_past_future(per_query.far_values, entry, head, 0, offs_m, valid_m, past, future)
 
 
 @triton.jit(do_not_specialize=["first", "last", "num_heads"])
@@ -129,7 +129,7 @@ def far_keys_kernel(inputs, far_keys, common, first, last, num_heads, SHAPE: tl.
     key = load_rows(keys, key_start, rows, valid_n, SHAPE.head_dim, SHAPE.block_d)
     # As seen from the keys, what comes first is the last row.
     future, past = far_terms(key, key_table(inputs, common, head, first, last, SHAPE, TILE), KEY_TILE)
-    store_sides(far_keys, place.entry, head, place.key_start, offs_n, valid_n, past, future)
+    store_past_future(far_keys, place.entry, head, place.key_start, offs_n, valid_n, past, future)
 
 
 def launch_far_keys(call: Call, key: torch.Tensor) -> None:

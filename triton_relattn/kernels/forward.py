@@ -12,8 +12,8 @@ from .config.tile_config import TileConfig
 from .delta import RESIDUAL_SCALE, launch_far_keys
 from .logits import Keys, Queries, key_table, relative_terms, score_table, tile_logits, value_table
 from .operands import strided, with_aligned_operands, with_positive_scale
-from .splits import launch_merge, number_of_splits, split_range
-from .tile.addressing import head_matrix, key_order, load_queries, load_rows, row_vector, store_rows, store_sides
+from .splits import launch_merge, num_key_splits, split_range
+from .tile.addressing import head_matrix, key_order, load_queries, load_rows, row_vector, store_past_future, store_rows
 from .tile.band import add_tile, blocks_before
 from .tile.key_terms import natural_keys
 from .tile.masking import (
@@ -171,20 +171,16 @@ def forward_kernel(
         lse = row_vector(lses, place.entry, head, place.query_start)
         tl.store(lse + offs_m, row_max * (scale * LN_2) + log_sum * LN_2, mask=valid_m)
         row_max = tl.where(row_max == -float("inf"), 0.0, row_max)
-    store_sides(softmax_stats, place.entry, out_head, place.query_start, offs_m, valid_m, row_max, log_sum)
+    store_past_future(softmax_stats, place.entry, out_head, place.query_start, offs_m, valid_m, row_max, log_sum)
 
 
 @until_it_fits
 def forward(
     tensors: AttentionTensors, spec: AttentionSpec, config: TileConfig | None = None, keeps_residual: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return out (B, H, Nq, Dv) in query's memory order and dtype, lse (B, H, Nq) float32, and for the backward statistics
-    and the residual of out.
-
-    The statistics, (B, H, 2, Nq) float32, are the maximum of each query's scores and the logarithm of their sum of exponentials.
-    lse, which is both in one number, has no digits left for the sum where logits are large. The residual is like out, and None
-    unless it is to be kept; see delta.py.
-    """
+    """Return out (B, H, Nq, Dv) in query's memory order and dtype, lse (B, H, Nq) float32, and for the backward the statistics,
+    (B, H, 2, Nq), and the residual of out, None unless it is to be kept; see delta.py. The statistics are each query's maximum
+    and the logarithm of its sum of exponentials; lse, both in one number, has no digits left for the sum of large logits."""
     query = tensors.query
     heads, seqlen_q = query.shape[1:3]
     out = new_like(query, tensors.value.shape[-1])
@@ -198,7 +194,7 @@ def forward(
         launch_far_keys(call, tensors.key)
         tile = call.tile("forward", config)
         programs = cdiv(spec.max_seqlen_q, tile.block_m) * call.num_sequences * heads
-        splits = 1 if keeps_residual else number_of_splits(spec, tile, programs, query.device)
+        splits = 1 if keeps_residual else num_key_splits(spec, tile, programs, query.device)
         results, grid = (out, lse, softmax_stats, residual), (programs,)
         if splits > 1:
             parts = query.new_empty(query.shape[0], splits * heads, seqlen_q, out.shape[3], dtype=torch.float32)

@@ -1,7 +1,7 @@
 """Launches of compiled kernels without Triton's search for them.
 
 At each launch Triton looks at every argument, of which kernels here have up to a hundred, in groups. All but a few follow from
-what alike calls share, so the kernels that they have compiled are kept there: ``call.Fixed``. On an H100's machine, forward and
+what alike calls share, so the kernels that they have compiled are kept there: ``CallConstants``. On an H100, forward and
 backward of a short call took the host 1.6 times as long without (Triton 3.6, bench/results/h100).
 """
 
@@ -24,12 +24,12 @@ _run = JITFunction.run
 _unspecialized: dict[Any, frozenset[str]] = {}
 
 
-def described(argument: Any) -> Any:
-    """Return all that Triton may compile a kernel for of an argument: of a tensor its dtype and alignment, of a group what that
-    is of each member, of anything else the value."""
+def specialization(argument: Any) -> Any:
+    """Return all that Triton may compile for of an argument: a tensor's dtype and alignment, each member of a group, or the
+    value."""
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % ALIGNMENT
-    return tuple(map(described, argument)) if isinstance(argument, tuple) else argument
+    return tuple(map(specialization, argument)) if isinstance(argument, tuple) else argument
 
 
 def launch(
@@ -41,13 +41,8 @@ def launch(
     compiled: dict[Any, Any],
     key: tuple[Any, ...],
 ) -> None:
-    """Launch a kernel as ``kernel[programs](**shared, **arguments, **options)`` does.
-
-    Args:
-        shared: arguments that all launches with the same key have in common.
-        compiled: kernels of earlier launches, by all that Triton compiled them for.
-        key: stands for shared, options and what else Triton may compile for, but the device and the arguments.
-    """
+    """Launch a kernel as ``kernel[programs](**shared, **arguments, **options)`` does. key stands for shared, options and what
+    else Triton may compile for, but the device and the arguments; compiled has the kernels of earlier launches."""
     # Triton does no more than launch: it is neither interpreted nor replaced, nor asked to compile in another way.
     is_usual = (
         isinstance(kernel, JITFunction)
@@ -62,7 +57,7 @@ def launch(
         if names is None:
             names = _unspecialized[kernel.fn] = frozenset(param.name for param in kernel.params if param.do_not_specialize)
         device = driver.active.get_current_device()
-        values = [_width(value) if name in names else described(value) for name, value in arguments.items()]
+        values = [_width(value) if name in names else specialization(value) for name, value in arguments.items()]
         key = kernel.fn, device, *key, *values
         found = compiled.get(key)
         if found is not None:

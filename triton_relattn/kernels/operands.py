@@ -11,15 +11,14 @@ from .config import architectures
 from .config.tile_config import MAX_BLOCK
 
 Strided = tuple[torch.Tensor, tuple[int, ...]]
-Extent = tuple[torch.Size, tuple[int, ...]] | None
-"""Shape and strides of a tensor."""
+Extent = tuple[torch.Size, tuple[int, ...]] | None  # shape and strides of a tensor
 MATRICES = ("query", "key", "value", "rel_query", "rel_key", "rel_value", "rel_p2c")
 """Names of the tensors that enter matrix products."""
 
 
 def with_positive_scale(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[AttentionTensors, AttentionSpec]:
-    """Make a negative scale positive by negating the query, which is exact: the kernels take maxima of scores before scaling.
-    rel_key is still multiplied with the query as it was, which becomes rel_query."""
+    """Make a negative scale positive by negating the query, which is exact; rel_key keeps the old one, which becomes
+    rel_query."""
     if spec.scale >= 0:
         return tensors, spec
     rel_query = tensors.query if tensors.rel_query is None and tensors.rel_key is not None else tensors.rel_query
@@ -82,9 +81,7 @@ def per_head(strides: tuple[int, ...] | None, rank: int) -> tuple[int, ...] | No
 
 
 def needs_wide_index(shape: tuple[int, ...], strides: tuple[int, ...], rows: int = MAX_BLOCK) -> bool:
-    """Return whether offsets within so many rows of a tensor's (length, width) matrices exceed 31 bits.
-
-    A tile is addressed from its first row, whose own offset has 64 bits anyway; only a clamped table is addressed from row 0.
-    """
+    """Return whether offsets within so many rows of a tensor's (length, width) matrices exceed 31 bits. A tile's first row has a
+    64-bit offset anyway; only a clamped table is addressed from row 0."""
     row_stride, column_stride = strides[-2:]
     return rows * row_stride + (shape[-1] + MAX_BLOCK) * column_stride >= 2**31

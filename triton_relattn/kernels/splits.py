@@ -15,11 +15,10 @@ from .config.tile_config import TileConfig
 from .fences import compile_options
 from .launching import LAUNCH_OPTIONS
 from .operands import strided
-from .tile.addressing import head_matrix, load_rows, row_vector, side_vector, store_rows, store_sides
+from .tile.addressing import head_matrix, load_rows, row_vector, side_vector, store_past_future, store_rows
 from .tile.scores import LN_2, exponent_scale
 
-LEAST_KEYS = 1024
-"""Keys of a program, at least: for fewer, merging takes longer than it saves."""
+LEAST_KEYS = 1024  # keys of a program, at least: for fewer, merging takes longer than it saves
 BLOCK_M = 16
 
 
@@ -83,12 +82,12 @@ def merge_kernel(
     log_sum = tl.log2(total)
     lse = row_max * (scale * LN_2) + log_sum * LN_2
     tl.store(row_vector(lses, entry, head, 0) + offs_m, lse, mask=valid_m)
-    store_sides(softmax_stats, entry, head, 0, offs_m, valid_m, shift, log_sum)
+    store_past_future(softmax_stats, entry, head, 0, offs_m, valid_m, shift, log_sum)
 
 
-def number_of_splits(spec: AttentionSpec, tile: TileConfig, programs: int, device: torch.device) -> int:
-    """Return how many programs share the keys of a block of queries. If all queries of a head are one block, they are as many as
-    the multiprocessors have room for beside ``programs`` blocks."""
+def num_key_splits(spec: AttentionSpec, tile: TileConfig, programs: int, device: torch.device) -> int:
+    """Return how many programs share the keys of a block of queries: more than one if all queries of a head are one block, and
+    multiprocessors are left beside ``programs``."""
     if spec.max_seqlen_q > tile.block_m:
         return 1
     keys = spec.max_seqlen_k

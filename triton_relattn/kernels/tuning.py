@@ -39,8 +39,7 @@ GRADIENTS = {
     "dp2c": ("rel_p2c",),
 }
 """The gradients for which the backward launches a kernel, after those that have to come first."""
-LEAST_GAIN = 0.02
-"""The share of the default's time by which another configuration must be faster: less may be noise."""
+LEAST_GAIN = 0.02  # the share of the default's time by which another configuration must be faster: less may be noise
 ROUNDS, WARM_UP, MILLISECONDS = 3, 5, 30
 LARGEST_DIFFERENCE = {torch.float32: 2.0**-8, torch.float16: 2.0**-7, torch.bfloat16: 2.0**-5}
 """Between results of two configurations, as a share of the largest number: some ten roundings, of tf32 in float32. A wrong tile
@@ -109,11 +108,7 @@ def tune(
 
 
 def profile_of(device: torch.device) -> Path:
-    """Return the path of the user's profile for a device.
-
-    Raises:
-        OSError: the user has no folder for it.
-    """
+    """Return the path of the user's profile for a device; OSError if the user has no folder for it."""
     path = selection.profile_path(architectures.architecture(device))
     if path is None:
         raise OSError("there is no folder for the profile: name one by TRITON_RELATTN_CACHE")
@@ -219,14 +214,8 @@ def _provenance(device: torch.device) -> str:
 
 
 def save(path: Path, arch: str, row: selection.Row, comment: str) -> None:
-    """Add a row to a profile, above those that it has, in place of one of the same kind, and let this be its only comment.
-
-    The file is replaced in one step: a process that reads it meanwhile gets the old content or the new.
-
-    Raises:
-        OSError: the folder cannot be made or written.
-        ValueError: the row is one that selection.load would not take; nothing is written.
-    """
+    """Put a row at the top of a profile, in place of one of its kind, and this comment. The file is replaced in one step, for the
+    processes that read it. ValueError: selection.load would not take the row."""
     path.parent.mkdir(parents=True, exist_ok=True)
     others = [other for other in selection.load(path, arch) if other.kind != row.kind]
     text = io.StringIO()

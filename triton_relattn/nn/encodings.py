@@ -20,8 +20,7 @@ from ..positions import RelativePositions
 from .parallel import beside, local
 from .table import RelativePositionTable
 
-Terms = tuple[torch.Tensor, dict[str, Any]]
-"""The query to attend with, and further arguments of the operator."""
+Terms = tuple[torch.Tensor, dict[str, Any]]  # the query to attend with, and further arguments of the operator
 Offset = int | torch.Tensor
 
 

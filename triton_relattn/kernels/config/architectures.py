@@ -93,8 +93,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def input_precision(dtype: torch.dtype, arch: str) -> str:
-    """Return "ieee" or "tf32", the precision of float32 products, as torch.set_float32_matmul_precision says. It does not matter
-    for 16-bit inputs."""
+    """Return "ieee" or "tf32", the precision of float32 products, by torch.set_float32_matmul_precision."""
     if dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest":
         return "ieee"
     return "tf32" if architecture_of(arch).has_tf32 else "ieee"

@@ -32,8 +32,7 @@ from .architectures import architecture_of, input_precision
 from .tile_config import KERNELS, TileConfig
 
 DEFAULTS = Path(__file__).parent / "defaults.csv"
-COVERAGES = ("no table", "full", "clamp", "zero")
-"""The pairs that a table has rows for; see AttentionSpec.coverage."""
+COVERAGES = ("no table", "full", "clamp", "zero")  # the pairs that a table has rows for; see AttentionSpec.coverage
 LENGTH_BUCKETS = (512, 2048, 8192, 32768)
 LEAST_WIDTH = 64  # narrower heads have the configurations of this width
 
@@ -92,10 +91,7 @@ VALUES = {
 
 
 def parse(content: bytes, arch: str | None = None) -> list[Row]:
-    """Return the rows of a table; ValueError says in which line something is wrong with it.
-
-    arch: the architecture of a profile. None: defaults.csv, whose rows are for several.
-    """
+    """Return the rows of a table, defaults.csv or the profile of an architecture; ValueError names the line that is wrong."""
     lines = content.decode("utf-8-sig").splitlines()  # spreadsheets write a mark first
     reader = csv.reader("" if line.startswith("#") else line for line in lines)
     try:
@@ -142,10 +138,7 @@ def load(path: Path, arch: str) -> list[Row]:
 
 
 def profile_path(arch: str) -> Path | None:
-    """Return the path of the user's profile of an architecture; None for a user without a home.
-
-    Times depend on the version of Triton, so each minor version has a profile of its own.
-    """
+    """Return the path of an architecture's profile, one for each minor version of Triton; None for a user without a home."""
     folder, version = cache_folder(), ".".join(triton.__version__.split(".")[:2])
     return None if folder is None else folder / f"profile-{arch}-triton-{version}.csv"
 
@@ -186,10 +179,7 @@ def call_kind(
 
 
 def select(kernel: str, arch: str, kind: Kind, length: int | None = None) -> TileConfig:
-    """Return the configuration of one of KERNELS for calls of a kind.
-
-    length: of the longest sequence, of queries or keys. None: whatever the profile says, return the default.
-    """
+    """Return the configuration of a kernel for calls of a kind. length: of the longest sequence; None: leave out the profile."""
     kind = kind._replace(kernel=kernel)
     config = _first(arch, kind, "" if length is None else str(length_bucket(length)))
     while _smaller and (arch, kind, config) in _smaller:  # hashing takes longer than asking whether there are any
@@ -221,8 +211,7 @@ class DoesNotFit(Exception):
 
 
 def take_smaller(kernel: str, arch: str, kind: Kind, config: TileConfig, error: OutOfResources) -> None:
-    """Let a smaller configuration take the place of one that does not fit, with a warning, and raise DoesNotFit; raise the error
-    itself if not even the smallest one fits."""
+    """Let a smaller configuration take the place of one that does not fit, with a warning, and raise DoesNotFit; else error."""
     smaller = config.smaller()
     if smaller is None:
         raise error

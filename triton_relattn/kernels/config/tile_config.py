@@ -8,10 +8,8 @@ from dataclasses import dataclass, replace
 from .architectures import architecture_of
 
 KERNELS = ("forward", "dkv", "dq", "dtable", "dp2c")
-WITHOUT_BANDS = ("dq", "dtable")
-"""Kernels whose block_m need not be block_n or twice that."""
-READERS = (*WITHOUT_BANDS, "dp2c")
-"""Kernels that read what the dkv kernel has stored, and so rotate nothing in registers."""
+WITHOUT_BANDS = ("dq", "dtable")  # kernels whose block_m need not be block_n or twice that
+READERS = (*WITHOUT_BANDS, "dp2c")  # kernels that read what the dkv kernel has stored, and so rotate nothing in registers
 MAX_BLOCK = 256
 MAX_THREADS = 1024  # of a program, on any GPU
 MAX_STAGES = 8
@@ -56,8 +54,8 @@ class TileConfig:
         return replace(self, block_n=self.block_n // 2)
 
     def why_invalid(self, arch: str, has_table: bool, kernel: str | None = None) -> str | None:
-        """Return the rule that forbids this configuration for a kernel, or, if that is None, for any; None if none does. Only
-        compiling tells whether it fits."""
+        """Return the rule that forbids this configuration for a kernel, or for any (None). Only compiling tells whether it
+        fits."""
         for name, value in (("block_m", self.block_m), ("block_n", self.block_n), ("num_warps", self.num_warps)):
             if value < 1 or value & (value - 1):
                 return f"{name} must be a power of two, got {value}"

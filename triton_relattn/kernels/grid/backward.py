@@ -225,29 +225,25 @@ def backward(
     tensors: GridTensors,
     scale: float,
     dropout_p: float,
-    wanted: Sequence[bool] = (True,) * 5,
+    needs_grad: Sequence[bool] = (True,) * 5,
     tiles: Mapping[str, TileConfig] | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of query, key, value, rel_h and rel_w; None for those that are not wanted.
-
-    Memory beyond the gradients: for each query two numbers, d_query in float32, its terms, and twice as many sums.
-
-    Args:
-        softmax_stats: as the forward returns them.
-        tiles: configurations by the names of kernels, in place of the selected ones.
-    """
+    """Return the gradients of query, key, value, rel_h and rel_w; None for those that are not wanted. tiles: configurations by
+    kernel. Memory beside them: per query two numbers, d_query in float32, its terms, and twice as many sums."""
     if d_out.numel() == 0:
-        return tuple(tensor.new_zeros(tensor.shape) if want else None for tensor, want in zip(tensors, wanted, strict=False))
+        return tuple(
+            tensor.new_zeros(tensor.shape) if needed else None for tensor, needed in zip(tensors, needs_grad, strict=False)
+        )
     query, key, value = tensors[:3]
-    d_query = query.new_empty(query.shape, dtype=torch.float32) if wanted[0] else None  # gradients of the terms are added
-    d_key = key.new_empty(key.shape) if wanted[1] else None
-    d_value = value.new_empty(value.shape) if wanted[2] else None
+    d_query = query.new_empty(query.shape, dtype=torch.float32) if needs_grad[0] else None  # gradients of the terms are added
+    d_key = key.new_empty(key.shape) if needs_grad[1] else None
+    d_value = value.new_empty(value.shape) if needs_grad[2] else None
     d_out = aligned(d_out)
     call = GridCall(tensors, scale, dropout_p, (out, d_out, d_query))
     dq_tile, dkv_tile = (call.tile(kernel, (tiles or {}).get(kernel)) for kernel in ("dq", "dkv"))
     deltas = query.new_empty(query.shape[:3], dtype=torch.float32)
     per_query = PerQuery(*map(strided, (softmax_stats, deltas)))  # type: ignore[arg-type]
-    sums = call.new_sums(dq_tile.block_n) if wanted[0] or wanted[3] or wanted[4] else None
+    sums = call.new_sums(dq_tile.block_n) if needs_grad[0] or needs_grad[3] or needs_grad[4] else None
     if sums is not None or d_key is not None:
         call.launch(
             "dq",
@@ -275,12 +271,12 @@ def backward(
         return None, d_key, d_value, None, None
     if d_query is not None and scale < 0:  # the kernels had the query negated
         d_query.neg_()
-    d_query, d_rel_h, d_rel_w = _term_gradients(tensors, sums, d_query, wanted[3:])
+    d_query, d_rel_h, d_rel_w = _term_gradients(tensors, sums, d_query, needs_grad[3:])
     return d_query, d_key, d_value, d_rel_h, d_rel_w
 
 
 def _term_gradients(
-    tensors: GridTensors, sums: Sums, d_query: torch.Tensor | None, wanted: Sequence[bool]
+    tensors: GridTensors, sums: Sums, d_query: torch.Tensor | None, needs_grad: Sequence[bool]
 ) -> tuple[torch.Tensor | None, ...]:
     """Return d_query with the part of the terms, which is added to it, in query's dtype, and the gradients of both tables."""
     by_place = tensors.by_place(tensors.query).float()
@@ -294,6 +290,6 @@ def _term_gradients(
         on_grid += torch.einsum("bgkyx,ykd->bgyxd", d_rows, tensors.rel_h)
         on_grid += torch.einsum("bgyxk,xkd->bgyxd", d_columns, tensors.rel_w)
         d_query = d_query.to(tensors.query.dtype)
-    d_rel_h = torch.einsum("bgkyx,bgyxd->ykd", d_rows, by_place) if wanted[0] else None
-    d_rel_w = torch.einsum("bgyxk,bgyxd->xkd", d_columns, by_place) if wanted[1] else None
+    d_rel_h = torch.einsum("bgkyx,bgyxd->ykd", d_rows, by_place) if needs_grad[0] else None
+    d_rel_w = torch.einsum("bgyxk,bgyxd->xkd", d_columns, by_place) if needs_grad[1] else None
     return d_query, d_rel_h, d_rel_w

@@ -15,7 +15,7 @@ from ..config.tile_config import TileConfig
 from ..operands import strided, with_aligned_operands, with_positive_scale
 from .tile import Cut, Grid
 
-FEWEST_COLUMNS = 8
+MIN_COLUMNS = 8
 
 
 class Sums(NamedTuple):
@@ -31,7 +31,7 @@ class Sums(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def best_cut(height: int, width: int, prefix: int, block_n: int) -> Cut:
     """Return how tiles of block_n keys cut a grid: into the fewest tiles, and of such cuts into the widest strips."""
-    widths = (FEWEST_COLUMNS << power for power in range((block_n // FEWEST_COLUMNS).bit_length()))
+    widths = (MIN_COLUMNS << power for power in range((block_n // MIN_COLUMNS).bit_length()))
     _, _, columns = min((cdiv(width, size) * cdiv(height, block_n // size), -size, size) for size in widths)
     lines = block_n // columns
     return Cut(columns, lines, prefix == width % columns == height % lines == 0)

@@ -9,7 +9,7 @@ from ..call import cdiv
 from ..config.selection import until_it_fits
 from ..config.tile_config import TileConfig
 from ..operands import strided
-from ..tile.addressing import head_matrix, load_rows, store_rows, store_sides
+from ..tile.addressing import head_matrix, load_rows, store_past_future, store_rows
 from ..tile.masking import keep_mask, locate_queries
 from ..tile.scores import exponent_scale, softmax_update, tile_scores
 from .call import GridCall
@@ -67,7 +67,7 @@ def grid_forward_kernel(
         acc *= tl.cast(common.dropout.keep_scale, tl.float32)
     outs = head_matrix(outs, place.entry, head, 0, SHAPE.wide_index)
     store_rows(outs, row_start, tile_m, valid_m, acc, SHAPE.value_dim, SHAPE.block_dv)
-    store_sides(softmax_stats, place.entry, head, place.query_start, offs_m, valid_m, row_max, tl.log2(row_sum))
+    store_past_future(softmax_stats, place.entry, head, place.query_start, offs_m, valid_m, row_max, tl.log2(row_sum))
 
 
 @until_it_fits

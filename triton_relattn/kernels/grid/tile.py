@@ -176,8 +176,7 @@ def with_terms(products, row_terms, column_terms, CUT: tl.constexpr):
 
 @triton.jit
 def sums_by_place(tile, CUT: tl.constexpr):
-    """Sum up a tile [M, N] by its lines, [M, lines], and by its columns, [M, columns]. The first are lane_consistent: see
-    scores.py."""
+    """Sum up a tile [M, N] by its lines, [M, lines], which are lane_consistent (scores.py), and by columns, [M, columns]."""
     if CUT.lines == 1:
         return lane_consistent(tl.sum(tile, axis=1), CUT.columns)[:, None], tile
     else:

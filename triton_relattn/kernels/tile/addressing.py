@@ -7,10 +7,8 @@ from triton.language.target_info import is_cuda
 
 @triton.jit
 def key_order(TILE: tl.constexpr):
-    """Return the key, counted from the tile's first one, that each column of a tile stands for: to load, mask and store keys.
-
-    For rotations in registers (registers.py) keys of the tile's two halves, its chunks, take turns.
-    """
+    """Return the key, from the tile's first one on, of each column of a tile. For rotations in registers keys of its two halves
+    take turns."""
     BLOCK_N: tl.constexpr = TILE.block_n
     n = tl.arange(0, BLOCK_N)
     if TILE.rotation == "gather":
@@ -21,10 +19,8 @@ def key_order(TILE: tl.constexpr):
 
 @triton.jit
 def head_matrix(tensor, entry, head, first_row, WIDE_INDEX: tl.constexpr):
-    """Return the (length, width) matrix of one batch entry and head of a 4-d tensor (pointer, strides), from first_row on.
-
-    Its start is a 64-bit offset; WIDE_INDEX makes the offsets within it 64-bit too, for matrices of 2**31 elements and more.
-    """
+    """Return the (length, width) matrix of one entry and head of a 4-d tensor, from first_row on. Its start is a 64-bit offset;
+    with WIDE_INDEX, for 2**31 elements and more, those within it are, too."""
     pointer, strides = tensor
     start = pointer + tl.cast(entry, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
     start += tl.cast(first_row, tl.int64) * strides[2]
@@ -50,17 +46,15 @@ def row_vector(tensor, entry, head, first_row):
 
 @triton.jit
 def side_vector(tensor, entry, head, side, first_row):
-    """Return the pointer to element [entry, head, side, first_row] of a (B, H, 2, N) tensor of two numbers for each query.
-
-    For keys beyond a table, side 0 is the past and side 1 the future.
-    """
+    """Return the pointer to [entry, head, side, first_row] of a (B, H, 2, N) tensor. Beyond a table, side 0 is the past, 1 the
+    future."""
     pointer, strides = tensor
     start = pointer + tl.cast(entry, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
     return start + tl.cast(side, tl.int64) * strides[2] + first_row
 
 
 @triton.jit
-def store_sides(tensor, entry, head, first_row, offsets, valid, past, future):
+def store_past_future(tensor, entry, head, first_row, offsets, valid, past, future):
     """Store two numbers of each valid query or key, as side 0 and side 1 of a (B, H, 2, N) tensor."""
     tl.store(side_vector(tensor, entry, head, 0, first_row) + offsets, past, mask=valid)
     tl.store(side_vector(tensor, entry, head, 1, first_row) + offsets, future, mask=valid)
@@ -69,9 +63,7 @@ def store_sides(tensor, entry, head, first_row, offsets, valid, past, future):
 @triton.jit
 def row_pointers(matrix, start, rows, valid, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
     """Return pointers [rows, BLOCK_WIDTH] to rows start + rows, and the mask of valid rows and, if padded, existing columns.
-
-    start is a scalar: only its product with the row stride is computed anew for each tile, in 64 bits.
-    """
+    start is a scalar, so that only one product has 64 bits."""
     columns = tl.arange(0, BLOCK_WIDTH)
     first_row = matrix[0] + tl.cast(start, tl.int64) * matrix[1]
     pointers = first_row + (rows[:, None] * matrix[1] + columns[None, :] * matrix[2])
@@ -103,7 +95,9 @@ def load_queries(inputs, place, head, row_start, tile_m, valid_m, SHAPE: tl.cons
 
 
 @triton.jit
-def store_rows(matrix, start, rows, valid, tile, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
-    """Store the valid rows and existing columns of a tile [rows, BLOCK_WIDTH], in the matrix's dtype."""
+def store_rows(matrix, start, rows, valid, tile, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, ADDS: tl.constexpr = False):
+    """Store the valid rows and existing columns of a tile [rows, BLOCK_WIDTH], in its dtype. ADDS: add to what is there."""
+    if ADDS:
+        tile += load_rows(matrix, start, rows, valid, WIDTH, BLOCK_WIDTH)
     pointers, mask = row_pointers(matrix, start, rows, valid, WIDTH, BLOCK_WIDTH)
     tl.store(pointers, tile.to(matrix[0].dtype.element_ty), mask=mask)

@@ -9,7 +9,7 @@ in their natural order there, whatever their order in the tile is.
 import triton
 import triton.language as tl
 
-from .addressing import key_order, load_rows, side_vector, store_sides
+from .addressing import key_order, load_rows, side_vector, store_past_future
 from .band import add_tile, next_terms
 from .masking import exists, near_keys
 from .table import add_end_rows
@@ -64,8 +64,8 @@ def whole(halves, TILE: tl.constexpr):
 
 @triton.jit
 def next_key_terms(key, table, carried, relative_position, TILE: tl.constexpr):
-    """Return the terms [M, N] of the next tile of a loop, and the state to carry on. key: the tile's keys in their natural order,
-    [N, D]; table: a mirrored one. Only a loop over the queries carries anything."""
+    """Return the terms [M, N] of the next tile, with keys [N, D] in their natural order and a mirrored table, and the state,
+    which only a loop over the queries carries on."""
     KEY_TILE: tl.constexpr = TILE.key_tile
     DTYPE: tl.constexpr = tl.float16 if KEY_TILE.round_terms else tl.float32
     halves = ()
@@ -100,8 +100,7 @@ def multiply_key_band(d_key, tile, table, relative_position, scaling, TILE: tl.c
 
 @triton.jit
 def reached_by_keys(key_start, place, window, TILE: tl.constexpr):
-    """Return the (lowest, highest) relative position, as seen from them, of the queries that a tile of keys has pairs with;
-    highest < lowest if there are none."""
+    """Return the (lowest, highest) position, as a tile's keys see it, of queries that they have pairs with; crossed if none."""
     first_key, last_key = tl.maximum(key_start, place.first_key), tl.minimum(key_start + TILE.block_n, place.num_keys) - 1
     lowest = first_key - (place.num_queries - 1) - place.query_offset
     highest = tl.where(first_key <= last_key, last_key - place.query_offset, lowest - 1)
@@ -143,13 +142,12 @@ def far_query_sums(sums):
 def store_key_sums(far_key_sums, past, future, place, head, key_start, TILE: tl.constexpr):
     """Store the sums over the far queries of a tile's keys, in their natural order."""
     offs_n = key_start + tl.arange(0, TILE.block_n)
-    store_sides(far_key_sums, place.entry, head, place.key_start, offs_n, offs_n < place.key_rows, past, future)
+    store_past_future(far_key_sums, place.entry, head, place.key_start, offs_n, offs_n < place.key_rows, past, future)
 
 
 @triton.jit
-def add_end_rows_of_keys(d_key, past, future, table, lowest, highest, TILE: tl.constexpr):
-    """Return d_key [N, D] with the part of far queries. table: a mirrored one, whose first row is that of keys of the future;
-    lowest, highest: as of reached_by_keys."""
+def add_key_end_rows(d_key, past, future, table, lowest, highest, TILE: tl.constexpr):
+    """Return d_key [N, D] with the part of far queries; table is a mirrored one, lowest and highest of reached_by_keys."""
     KEY_TILE: tl.constexpr = TILE.key_tile
     if KEY_TILE.has_scale:
         past *= tl.cast(table.scale, tl.float32)
@@ -162,8 +160,7 @@ def add_end_rows_of_keys(d_key, past, future, table, lowest, highest, TILE: tl.c
 
 @triton.jit
 def keys_at(highest, first_key, stop_key, place, window, TILE: tl.constexpr):
-    """Return (start, stop) of the keys, of those from first_key to stop_key, that some query has at one of M distances, the
-    farthest of which is highest; start is rounded down to a tile."""
+    """Return (start, stop) of the stored keys that a query has at one of M distances up to highest; start rounded to a tile."""
     start = tl.maximum(highest + place.query_offset - (TILE.block_m - 1), tl.maximum(first_key, place.first_key))
     stop = tl.minimum(tl.minimum(place.num_keys, stop_key), place.num_queries + place.query_offset + highest)
     if window[1] is not None:

@@ -67,8 +67,7 @@ def locate(sequences, window, batch):
 
 @triton.jit
 def locate_queries(sequences, window, num_heads, BLOCK_M: tl.constexpr):
-    """Return (first query, head, place) of a program that owns a block of queries. Grid: (blocks * batch * heads,), blocks
-    fastest."""
+    """Return (first query, head, place) of a program. Grid: (blocks of queries * batch * heads,), blocks fastest."""
     num_blocks = tl.cdiv(sequences.max_seqlen_q, BLOCK_M)
     block = tl.program_id(0) % num_blocks
     head = tl.program_id(0) // num_blocks % num_heads
@@ -143,10 +142,7 @@ def mask_values(matrix, offs_m, offs_n, exists):
 
 @triton.jit
 def keep_mask(dropout, batch, head, offs_m, offs_n):
-    """Return the mask of the pairs that are not dropped, for query and key indices that broadcast. dropout: call.Dropout.
-
-    _core/dropout.py explains the choice, and computes the same in torch.
-    """
+    """Return the mask of the pairs that are not dropped, for indices that broadcast; _core/dropout.py does the same in torch."""
     seed = tl.load(dropout.seed)
     if dropout.origins is not None:
         origins = dropout.origins + batch * 4

@@ -40,7 +40,7 @@ def step(registers, where, DISTANCE: tl.constexpr):
 
 
 @triton.jit
-def chunk_of_registers(registers, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, WARPS: tl.constexpr):
+def join_registers(registers, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, WARPS: tl.constexpr):
     """Put a chunk [M, W] together from its registers, each of (warps, 8 rows, 4 lanes): those of a row side by side, as in
     rotate_rows."""
     REPEATS: tl.constexpr = BLOCK_M // (16 * WARPS)
@@ -92,7 +92,7 @@ def rotate_rows(chunk, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, WARPS: tl.con
         for k in tl.static_range(K):
             rotated = rotated + (tl.gather(row_registers[k], (lane + (by if BACK else 4 - by)) % 4, axis=2),)
 
-    return chunk_of_registers(rotated, BLOCK_M, WIDTH, WARPS)
+    return join_registers(rotated, BLOCK_M, WIDTH, WARPS)
 
 
 # A tile whose elements depend on n - m alone, n its key and m its query. A register of row
@@ -117,7 +117,7 @@ def first_diagonal(block_m, warps):
 
 
 @triton.jit
-def tile_of_diagonals(diagonals, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr):
+def join_diagonals(diagonals, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr):
     """Put a tile [M, N] together from the values on its diagonals, each of (warps, 8 rows, 4 lanes), from first_diagonal on."""
     K: tl.constexpr = BLOCK_N // 8
     FIRST: tl.constexpr = first_diagonal(BLOCK_M, WARPS)
@@ -126,8 +126,8 @@ def tile_of_diagonals(diagonals, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, W
         for half in tl.static_range(2):
             for k in tl.static_range(-2 * half - 4 * WARPS * repeat, K - 2 * half - 4 * WARPS * repeat):
                 low, high = low + (diagonals[k - FIRST],), high + (diagonals[k + K - FIRST],)
-    low = chunk_of_registers(low, BLOCK_M, BLOCK_N // 2, WARPS)
-    high = chunk_of_registers(high, BLOCK_M, BLOCK_N // 2, WARPS)
+    low = join_registers(low, BLOCK_M, BLOCK_N // 2, WARPS)
+    high = join_registers(high, BLOCK_M, BLOCK_N // 2, WARPS)
     return tl.reshape(tl.join(low, high), (BLOCK_M, BLOCK_N))
 
 

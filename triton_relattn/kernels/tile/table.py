@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .addressing import key_order, load_rows
-from .registers import diagonal_offsets, first_diagonal, pack, tile_of_diagonals, unpack
+from .registers import diagonal_offsets, first_diagonal, join_diagonals, pack, unpack
 
 
 class Table(NamedTuple):
@@ -26,8 +26,8 @@ class Table(NamedTuple):
 
 @triton.jit
 def row_indices(table, relative_position, offsets, TILE: tl.constexpr):
-    """Return (start, rows, exists): the row ``start + rows`` of the relative positions ``relative_position + offsets``, and
-    whether there is one."""
+    """Return (start, rows, exists): row ``start + rows`` of the positions ``relative_position + offsets``, and if there is
+    one."""
     start = relative_position - table.first
     rows = offsets
     if TILE.coverage == "clamp":
@@ -63,12 +63,9 @@ def bias_at(table, relative_position, offsets, TILE: tl.constexpr):
 
 @triton.jit
 def bias_terms(table, relative_position, TILE: tl.constexpr):
-    """Load the terms [M, N] of a tile whose only term is a bias: query m and key n have ``bias[relative_position + n - m]``.
-
-    They are float32 in all kernels, and never rounded. In the accumulator of NVIDIA's matrix units a thread's elements lie on few
-    diagonals, each of them one load; see registers.py. A load of the whole tile, which is right for any layout, would
-    go through shared memory there.
-    """
+    """Load the terms [M, N] of a tile whose only term is a bias, float32 and never rounded: query m and key n have
+    ``bias[relative_position + n - m]``. In NVIDIA's accumulators a thread's elements lie on few diagonals, a load each
+    (registers.py); a load of the tile would go through shared memory."""
     if TILE.rotation == "gather":
         queries = tl.arange(0, TILE.block_m)[:, None]
         return bias_at(table, relative_position, key_order(TILE)[None, :] - queries, TILE)
@@ -77,16 +74,15 @@ def bias_terms(table, relative_position, TILE: tl.constexpr):
         diagonals = ()
         for diagonal in tl.static_range(first_diagonal(TILE.block_m, TILE.warps), TILE.block_n // 4):
             diagonals = diagonals + (bias_at(table, relative_position, offsets + 4 * diagonal, TILE),)  # noqa: RUF005
-        return tile_of_diagonals(diagonals, TILE.block_m, TILE.block_n, TILE.warps)
+        return join_diagonals(diagonals, TILE.block_m, TILE.block_n, TILE.warps)
 
 
 @triton.jit
-def block_of_rows(query, rows, table, relative_position, TILE: tl.constexpr):
-    """Multiply the queries with the given table rows and add the bias of the same relative positions: a block [M, N].
-
-    For the gather, terms are rounded here as rotations in registers round them, which pack two terms in a word.
-    """
+def table_block(query, table, relative_position, TILE: tl.constexpr):
+    """Compute the terms [M, N] of the queries at N successive relative positions: products with the rows, and the bias. For the
+    gather, terms are rounded here, as rotations in registers round them."""
     if TILE.has_matrix:
+        rows = table_rows(table, relative_position, TILE)
         # [M, D] @ [D, N] -> [M, N]
         block = tl.dot(query, tl.trans(rows), input_precision=TILE.precision)
         if TILE.has_scale:
@@ -103,19 +99,8 @@ def block_of_rows(query, rows, table, relative_position, TILE: tl.constexpr):
 
 
 @triton.jit
-def table_block(query, table, relative_position, TILE: tl.constexpr):
-    """Compute the terms [M, N] of the queries at N successive relative positions."""
-    if TILE.has_matrix:
-        rows = table_rows(table, relative_position, TILE)
-    else:
-        rows = None
-    return block_of_rows(query, rows, table, relative_position, TILE)
-
-
-@triton.jit
 def far_terms(query, table, TILE: tl.constexpr):
-    """Return two [M]: the terms of the queries with the first and the last table row, which all keys beyond a clamped table
-    have."""
+    """Return two [M]: the terms of the queries with the first and the last row, those of all keys beyond a clamped table."""
     if TILE.has_matrix:
         column = tl.arange(0, 16)  # the narrowest product that matrix units take; two of its columns are used
         rows = tl.where(column == 0, 0, table.last - table.first)
@@ -148,8 +133,7 @@ def add_far_tile(past, future, tile, is_past):
 
 @triton.jit
 def reached_positions(first_query, last_query, place, window):
-    """Return the (lowest, highest) relative position of the pairs that any of the queries sees; highest < lowest if there are
-    none."""
+    """Return the (lowest, highest) relative position of pairs that the queries see; highest < lowest if there are none."""
     lowest = -last_query - place.query_offset
     highest = tl.where(place.num_keys > 0, place.num_keys - 1 - first_query - place.query_offset, lowest - 1)
     if window[1] is not None:
@@ -161,10 +145,7 @@ def reached_positions(first_query, last_query, place, window):
 
 @triton.jit
 def reached_table(table, lowest, highest, TILE: tl.constexpr):
-    """Return the part of a table that pairs at relative positions from lowest to highest use, without its bias.
-
-    The other rows must not be multiplied: 0 times a row of NaN is NaN.
-    """
+    """Return the part of a table that positions from lowest to highest use, without its bias: 0 times another row may be NaN."""
     matrix, first, last = table.matrix, table.first, table.last
     if TILE.coverage == "clamp":
         new_first = tl.minimum(tl.maximum(first, lowest), last)

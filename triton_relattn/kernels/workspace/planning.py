@@ -23,8 +23,7 @@ from .stored import ALIGNMENT, Layout
 VARIABLE = "TRITON_RELATTN_WORKSPACE"
 """The environment variable that limits the workspace, in bytes. It never has less than one block of keys of one head."""
 USUAL_LIMIT = 256 * 2**20
-MOST_PAIRS = 2**30
-"""Largest number of pairs of an item, which kernels address in 32 bits."""
+MAX_PAIRS = 2**30  # largest number of pairs of a head, which kernels address in 32 bits
 MOST_BEYOND = 1.25
 """All keys of a head are stored if they take up to so many times as much as a wave of the dkv kernel's programs: the gradient of
 the query need not be added up in float32 then."""
@@ -43,37 +42,37 @@ class Part(NamedTuple):
 class Plan(NamedTuple):
     """A workspace: its sizes, what it holds, and the parts in which it is filled.
 
-    An item is a sequence and head; a unit is a sequence and key head, whose group of items share their keys.
+    Heads are counted through all sequences: batch * heads. Those of a group share a key head, and so the keys of a program.
     """
 
-    items: int
+    batch_heads: int  # of a part
     rows: int  # queries
     columns: int  # keys, all or those of a band or of a part
-    units: int
+    batch_key_heads: int  # of the call
     blocks: int  # of the dkv kernel's keys
-    group: int
+    group: int  # heads that share a key head
     step: int  # programs of a part
     layout: Layout
     has_probs: bool  # there is a table for the values
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        return 1, self.items, self.rows, self.columns
+        return 1, self.batch_heads, self.rows, self.columns
 
     @property
     def pairs(self) -> int:
         """Return for how many pairs there is room, of dS and of P."""
-        return self.items * self.rows * self.columns * (1 + self.has_probs)
+        return self.batch_heads * self.rows * self.columns * (1 + self.has_probs)
 
     @property
     def has_whole_heads(self) -> bool:
-        """Return whether each part has all pairs of its items."""
+        """Return whether each part has all pairs of its heads."""
         return self.layout.is_band or self.columns >= self.blocks * self.layout.block_n
 
     @property
     def parts(self) -> list[Part]:
-        """Return the parts: so many units each or, if not even one fits, so many blocks of keys of one unit."""
-        programs = self.units * self.blocks
+        """Return the parts: so many key heads each or, if not even one fits, so many blocks of keys of one."""
+        programs = self.batch_key_heads * self.blocks
         span = programs if self.has_whole_heads else self.blocks
         return [
             Part(first, min(first + self.step, start + span))
@@ -81,12 +80,12 @@ class Plan(NamedTuple):
             for first in range(start, start + span, self.step)
         ]
 
-    def num_items(self, part: Part) -> int:
-        """Return how many items a part has."""
+    def num_batch_heads(self, part: Part) -> int:
+        """Return how many heads a part has."""
         return (cdiv(part.stop_program, self.blocks) - part.first_program // self.blocks) * self.group
 
 
-def given_limit() -> int | None:
+def workspace_limit() -> int | None:
     """Return TRITON_RELATTN_WORKSPACE in bytes, None if it is not set; ValueError if it is not a whole number."""
     text = os.environ.get(VARIABLE)
     if text and not text.strip().isdecimal():
@@ -94,48 +93,15 @@ def given_limit() -> int | None:
     return int(text) if text else None
 
 
-def plan(call: Call, tensors: AttentionTensors, spec: AttentionSpec, dkv: TileConfig, most_bytes: int | None = None) -> Plan:
-    """Return the workspace of a call, whichever gradients are wanted, so that a gradient has the same bits alone.
-
-    Its limit is TRITON_RELATTN_WORKSPACE or, if that is not set, 256 MiB, or as much as query, key and value take, or one wave of
-    the dkv kernel's programs needs (with the rest of a head, if that is little), whichever is most.
-
-    Args:
-        dkv: the configuration of the dkv kernel.
-        most_bytes: another limit. A workspace for one block of keys of one head may have more.
-    """
-    query, key, value = tensors.query, tensors.key, tensors.value
-    most_bytes, usual = given_limit() if most_bytes is None else most_bytes, 0
-    if most_bytes is None:
-        usual = max(USUAL_LIMIT, sum(tensor.numel() * tensor.element_size() for tensor in (query, key, value)))
-    return _plan(
-        spec,
-        dkv,
-        call.num_sequences * call.key_heads,
-        call.heads // call.key_heads,
-        query.element_size(),
-        tensors.rel_value is not None,
-        architectures.multiprocessors(query.device),
-        most_bytes,
-        usual,
-    )
-
-
-@functools.lru_cache(maxsize=1024)
-def _plan(
-    spec: AttentionSpec,
-    dkv: TileConfig,
-    units: int,
-    group: int,
-    element_size: int,
-    has_probs: bool,
-    multiprocessors: int,
-    most_bytes: int | None,
-    usual_bytes: int,
-) -> Plan:
-    rows, block_n = spec.max_seqlen_q, dkv.block_n
-    blocks = cdiv(spec.max_seqlen_k, block_n)
-    bytes_per_pair = element_size * (1 + has_probs)
+def plan(call: Call, tensors: AttentionTensors, spec: AttentionSpec, dkv: TileConfig, max_bytes: int | None = None) -> Plan:
+    """Return the workspace of a call, whichever gradients are wanted, so that a gradient has the same bits alone. Its limit is
+    max_bytes, TRITON_RELATTN_WORKSPACE or else the most of 256 MiB, what query, key and value take, and what one wave of the dkv
+    kernel's programs needs (with the rest of a head, if that is little). It always has one block of keys of one head."""
+    rows, block_n, group = spec.max_seqlen_q, dkv.block_n, call.heads // call.key_heads
+    key_heads, blocks = call.num_sequences * call.key_heads, cdiv(spec.max_seqlen_k, block_n)
+    has_probs, multiprocessors = tensors.rel_value is not None, architectures.multiprocessors(tensors.query.device)
+    bytes_per_pair = tensors.query.element_size() * (1 + has_probs)
+    max_bytes = workspace_limit() if max_bytes is None else max_bytes
 
     # Columns: all keys, or if that is fewer a band of those in the windows of a block of queries.
     columns = blocks * block_n
@@ -143,27 +109,31 @@ def _plan(
         window = spec.window_left + 1 + spec.window_right
         columns = min(columns, cdiv(window + dkv.block_m - 1 + ALIGNMENT.value - 1, 64) * 64)
     layout = Layout(dkv.block_m, block_n, is_band=columns < blocks * block_n)
-    if most_bytes is None:
+    if max_bytes is None:
         # One wave's blocks of keys, or the heads that these belong to, whose bands may take less.
         slots = multiprocessors * dkv.programs_at_once
         wave_columns = min(slots * block_n, cdiv(slots, blocks) * columns)
         if wave_columns < columns <= MOST_BEYOND * wave_columns:
             wave_columns = columns
-        most_bytes = max(usual_bytes, group * rows * wave_columns * bytes_per_pair)
-    most_pairs = most_bytes // bytes_per_pair
+        max_bytes = max(USUAL_LIMIT, group * rows * wave_columns * bytes_per_pair)
+        if max_bytes < key_heads * group * rows * columns * bytes_per_pair:  # not all fits
+            inputs = (tensors.query, tensors.key, tensors.value)
+            max_bytes = max(max_bytes, sum(tensor.numel() * tensor.element_size() for tensor in inputs))
+    max_pairs = max_bytes // bytes_per_pair
 
-    most_units = min(units, most_pairs // (group * rows * columns)) if rows * columns <= MOST_PAIRS else 0
-    if most_units > 0:
-        part = _part_size(units, most_units, blocks, multiprocessors, dkv.programs_at_once)
-        return Plan(part * group, rows, columns, units, blocks, group, part * blocks, layout, has_probs)
-    # Some blocks of keys of one unit at a time
-    most_blocks = max(1, min(most_pairs // group, MOST_PAIRS) // (rows * block_n))
-    part = _part_size(blocks, min(blocks, most_blocks), 1, multiprocessors, dkv.programs_at_once)
+    max_heads = min(key_heads, max_pairs // (group * rows * columns)) if rows * columns <= MAX_PAIRS else 0
+    if max_heads > 0:
+        part = _part_size(key_heads, max_heads, blocks, multiprocessors, dkv.programs_at_once)
+        return Plan(part * group, rows, columns, key_heads, blocks, group, part * blocks, layout, has_probs)
+    # Some blocks of keys of one key head at a time
+    max_blocks = max(1, min(max_pairs // group, MAX_PAIRS) // (rows * block_n))
+    part = _part_size(blocks, min(blocks, max_blocks), 1, multiprocessors, dkv.programs_at_once)
     layout = layout._replace(is_band=False)
-    return Plan(group, rows, part * block_n, units, blocks, group, part, layout, has_probs)
+    return Plan(group, rows, part * block_n, key_heads, blocks, group, part, layout, has_probs)
 
 
-def _part_size(count: int, most: int, programs: int, multiprocessors: int, at_once: int) -> int:
+@functools.lru_cache(maxsize=1024)
+def _part_size(count: int, limit: int, programs: int, multiprocessors: int, at_once: int) -> int:
     """Return how many of count things, of so many programs each, make a part, at most ``most``.
 
     A wave of programs takes START_COST and as much as a multiprocessor has programs in it. All parts together should cost as
@@ -180,22 +150,17 @@ def _part_size(count: int, most: int, programs: int, multiprocessors: int, at_on
         parts, rest = divmod(count, size)
         return parts * part_cost(size) + part_cost(rest), parts + (rest > 0)
 
-    return min(range(1, most + 1), key=cost_and_parts)
+    return min(range(1, limit + 1), key=cost_and_parts)
 
 
 def allocated(
     call: Call, tensors: AttentionTensors, spec: AttentionSpec, dkv: TileConfig, wants_ds: bool, wants_probs: bool
 ) -> tuple[Plan, torch.Tensor | None, torch.Tensor | None]:
-    """Return the workspace of a call, and memory for dS and P, each None if it is not wanted.
-
-    Where torch has no memory for it, the workspace is made smaller, with a warning: sums of other parts have other last bits.
-
-    Raises:
-        OutOfMemoryError: there is no memory for one block of keys of one head.
-    """
+    """Return the workspace of a call, and memory for dS and P, each None if it is not wanted. Where torch has no memory for it,
+    it is made smaller, with a warning, as sums then have other last bits; or an OutOfMemoryError if that is not enough."""
     query, found = tensors.query, plan(call, tensors, spec, dkv)
     if not wants_ds and not wants_probs:  # nothing is stored: all in one part
-        return found._replace(step=found.units * found.blocks, columns=found.blocks * dkv.block_n), None, None
+        return found._replace(step=found.batch_key_heads * found.blocks, columns=found.blocks * dkv.block_n), None, None
     while True:
         ds = None
         try:

@@ -26,30 +26,27 @@ class Layout(NamedTuple):
 
 @triton.jit
 def stored_part(first_program, stop_program, sequences, LAYOUT: tl.constexpr, GROUP: tl.constexpr):
-    """Return (first item, stop item, first key, stop key) that these programs of the dkv kernel store: all keys of some items, or
-    some keys of the items of one key head. An item is a sequence and head, numbered sequence * heads + head."""
+    """Return (first bh, stop bh, first key, stop key) that these programs of the dkv kernel store, bh = sequence * heads + head:
+    all keys of some heads, or some keys of the heads that share one key head."""
     num_blocks = tl.cdiv(sequences.max_seqlen_k, LAYOUT.block_n)
-    first_item, stop_item = first_program // num_blocks * GROUP, tl.cdiv(stop_program, num_blocks) * GROUP
+    first_bh, stop_bh = first_program // num_blocks * GROUP, tl.cdiv(stop_program, num_blocks) * GROUP
     first_key = first_program % num_blocks * LAYOUT.block_n
-    return first_item, stop_item, first_key, ((stop_program - 1) % num_blocks + 1) * LAYOUT.block_n
+    return first_bh, stop_bh, first_key, ((stop_program - 1) % num_blocks + 1) * LAYOUT.block_n
 
 
 @triton.jit
-def table_items(table_head, first_item, num_heads, PER_HEAD: tl.constexpr):
-    """Return (first, step) of the workspace's items that use a table: all of them, or those of its head."""
+def table_bh_range(table_head, first_bh, num_heads, PER_HEAD: tl.constexpr):
+    """Return (first, step) of the workspace's heads that use a table: all of them, or those of its head."""
     if PER_HEAD:
-        return first_item + (table_head + num_heads - first_item % num_heads) % num_heads, num_heads
+        return first_bh + (table_head + num_heads - first_bh % num_heads) % num_heads, num_heads
     else:
-        return first_item, 1
+        return first_bh, 1
 
 
 @triton.jit
 def first_column_key(row_start, query_offset, first_key, window, LAYOUT: tl.constexpr):
-    """Return the key of column 0 of the workspace, for a block of queries from row_start on.
-
-    It is the first key that the workspace has. If that has a band, queries are taken block_m at a time, and it is the first key
-    in the window of the first of them.
-    """
+    """Return the key of column 0 of the workspace, for a block of queries from row_start on: the first that it has or, with a
+    band, in the window of the first of block_m queries."""
     if LAYOUT.is_band:
         aligned = ((query_offset - window[0]) >> 4) * ALIGNMENT  # a product, so that the compiler knows
         return row_start // LAYOUT.block_m * LAYOUT.block_m + aligned

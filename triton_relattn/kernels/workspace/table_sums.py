@@ -19,14 +19,10 @@ from .stored import program_rows, query_step
 PROGRAMS_PER_MULTIPROCESSOR = 4  # of the dtable kernel, whose loops differ in length: several balance each other
 
 
-def table_splits(device: torch.device, programs: int, units: int) -> int:
+def table_splits(device: torch.device, programs: int, shares: int) -> int:
     """Return how many programs share each block of a table's rows: as few as keep the device busy, since each has its own sum.
-
-    Args:
-        programs: the number of blocks of rows, of all tables.
-        units: the number of things that the programs of a block share out: batch entries, times heads if those share the table.
-    """
-    return max(1, min(units, PROGRAMS_PER_MULTIPROCESSOR * architectures.multiprocessors(device) // programs))
+    programs: blocks of rows of all tables. shares: what the programs of a block share out, blocks of queries of all heads."""
+    return max(1, min(shares, PROGRAMS_PER_MULTIPROCESSOR * architectures.multiprocessors(device) // programs))
 
 
 class TableSums:
@@ -64,9 +60,9 @@ class TableSums:
         row_blocks = cdiv(self.num_rows, program_rows(tiles["dtable"].block_n, step))
         query_blocks = cdiv(spec.max_seqlen_q, tiles["dtable"].block_m * step)
         # Programs of heads that are not in the workspace have no work.
-        programs, units = row_blocks * min(table_heads, plan.items), query_blocks * cdiv(plan.items, table_heads)
-        splits = table_splits(tensors.query.device, programs, units)
-        self.adds = plan.step < plan.units * plan.blocks
+        programs, shares = row_blocks * min(table_heads, plan.batch_heads), query_blocks * cdiv(plan.batch_heads, table_heads)
+        splits = table_splits(tensors.query.device, programs, shares)
+        self.adds = plan.step < plan.batch_key_heads * plan.blocks
         self.grid = row_blocks * table_heads, splits
         self.table_heads = table_heads
 
@@ -104,14 +100,18 @@ class TableSums:
         far_probs: torch.Tensor | None,
         far_key_sums: torch.Tensor | None,
     ) -> None:
-        """Write the gradients: add up the partial sums, and add to the end rows of a clamped table what lies beyond it.
-
-        far_sums, far_probs: sums of dS and of P over the keys beyond, [B, H, 2, Nq]. far_key_sums: sums of dS over the queries
-        beyond, [B, H, 2, Nk].
-        """
-        if self.is_clamped:
-            with without_autocast(key.device):
-                beyond = self._beyond(key, d_out, far_sums, far_probs, far_key_sums)
+        """Write the gradients: add up the partial sums, and add to the end rows of a clamped table what lies beyond it: far_sums
+        and far_probs, sums of dS and P over keys [B, H, 2, Nq], and far_key_sums, of dS over queries [B, H, 2, Nk]."""
+        keys = None
+        if far_key_sums is not None:  # a key that no query sees may be NaN; its sums are 0
+            is_far = (far_key_sums != 0).any(2).unflatten(1, (key.shape[1], -1)).any(2)
+            keys = key.masked_fill(~is_far[..., None], 0).repeat_interleave(self.call.heads // key.shape[1], 1)
+        beyond = {
+            "rel_key": (far_sums, self.call.rel_query, self.spec.rel_scale),
+            "rel_value": (far_probs, d_out, self.call.constants.dropout.keep_scale),
+            "rel_bias": (far_sums, None, 1.0),
+            "rel_p2c": (far_key_sums, keys, self.spec.rel_scale),
+        }
         for name, partial in self.partials.items():
             padding = self.padding(name)
             stop = padding + self.num_rows
@@ -121,35 +121,12 @@ class TableSums:
                 inner[:, 0] += total[:, :padding].sum(1)
                 inner[:, -1] += total[:, stop:].sum(1)
             if self.is_clamped:
-                inner[:, 0] += beyond[name][:, 0]
-                inner[:, -1] += beyond[name][:, 1]
+                sums, vectors, factor = beyond[name]
+                with without_autocast(key.device):
+                    ends = sums.sum((0, 3)) if vectors is None else torch.einsum("bhsn,bhnd->hsd", sums, vectors.float()) * factor
+                ends = ends if self.per_head else ends.sum(0, keepdim=True)
+                inner[:, 0] += ends[:, 0]
+                inner[:, -1] += ends[:, 1]
             gradient = self.gradients[name]
             shared = gradient.dim() == partial.dim() - 2
             gradient.copy_(inner[0] if shared and not self.per_head else inner.sum(0) if shared else inner)
-
-    def _beyond(
-        self,
-        key: torch.Tensor,
-        d_out: torch.Tensor,
-        far_sums: torch.Tensor | None,
-        far_probs: torch.Tensor | None,
-        far_key_sums: torch.Tensor | None,
-    ) -> dict[str, torch.Tensor]:
-        """Return what is added to the first and the last row of each table, (heads or 1, 2, ...)."""
-        keys = None
-        if far_key_sums is not None:  # a key that no query sees may be NaN; its sums are 0
-            is_far = (far_key_sums != 0).any(2).unflatten(1, (key.shape[1], -1)).any(2)
-            keys = key.masked_fill(~is_far[..., None], 0).repeat_interleave(self.call.heads // key.shape[1], 1)
-        factors = {
-            "rel_key": (far_sums, self.call.rel_query, self.spec.rel_scale),
-            "rel_value": (far_probs, d_out, self.call.fixed.dropout.keep_scale),
-            "rel_bias": (far_sums, None, 1.0),
-            "rel_p2c": (far_key_sums, keys, self.spec.rel_scale),
-        }
-        found = {}
-        for name in self.partials:
-            sums, vectors, factor = factors[name]
-            assert sums is not None
-            ends = sums.sum((0, 3)) if vectors is None else torch.einsum("bhsn,bhnd->hsd", sums, vectors.float()) * factor
-            found[name] = ends if self.per_head else ends.sum(0, keepdim=True)
-        return found
