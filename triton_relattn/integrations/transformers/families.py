@@ -1,8 +1,16 @@
-"""The families of models that :func:`enable` knows, a line per family."""
+"""The families of models that :func:`enable` knows, their stock classes that are replaced, and the class in place of each.
+
+A class is derived from one of ours and the stock class when it is first asked for. Pickle finds it by its name here,
+``families.t5_T5Attention``.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib
 from typing import NamedTuple
+
+from ..libraries import Library, Source
 
 
 class Family(NamedTuple):
@@ -80,11 +88,105 @@ FAMILIES = (
 )
 
 
+CLASSES = {
+    "alibi.BloomAttention": "bloom.BloomAttention",
+    "alibi.BloomModel": "bloom.BloomModel",
+    "alibi.FalconAttention": "falcon.FalconAttention",
+    "alibi.FalconModel": "falcon.FalconModel",
+    "alibi.MptAttention": "mpt.MptAttention",
+    "alibi.MptModel": "mpt.MptModel",
+    "conformer.ConformerAttention": "wav2vec2_bert.Wav2Vec2BertSelfAttention wav2vec2_conformer.Wav2Vec2ConformerSelfAttention "
+    "seamless_m4t.SeamlessM4TConformerSelfAttention seamless_m4t_v2.SeamlessM4Tv2ConformerSelfAttention",
+    "conformer.FastSpeech2ConformerAttention": "fastspeech2_conformer.FastSpeech2ConformerAttention",
+    "conformer.SeamlessM4Tv2Encoder": "seamless_m4t_v2.SeamlessM4Tv2ConformerEncoder",
+    "deberta.DebertaAttention": "deberta.DisentangledSelfAttention",
+    "deberta.DebertaEncoder": "deberta.DebertaEncoder",
+    "deberta.DisentangledAttention": "deberta_v2.DisentangledSelfAttention",
+    "deberta.DisentangledEncoder": "deberta_v2.DebertaV2Encoder sew_d.SEWDTransformerEncoder",
+    "deberta.SewDAttention": "sew_d.DisentangledSelfAttention",
+    "encoder.Encoder": "inkling.InklingTextModel mpnet.MPNetModel speecht5.SpeechT5Encoder vits.VitsEncoder "
+    "t5.T5Stack mt5.MT5Stack umt5.UMT5Stack longt5.LongT5Stack pop2piano.Pop2PianoStack pix2struct.Pix2StructTextModel "
+    "switch_transformers.SwitchTransformersStack wav2vec2_bert.Wav2Vec2BertEncoder wav2vec2_bert.Wav2Vec2BertAdapterLayer "
+    "wav2vec2_conformer.Wav2Vec2ConformerEncoder seamless_m4t.SeamlessM4TConformerEncoder "
+    "seamless_m4t.SeamlessM4TConformerAdapterLayer seamless_m4t_v2.SeamlessM4Tv2ConformerAdapterLayer",
+    "gemma.Gemma3nAudioAttention": "gemma3n.Gemma3nAudioAttention",
+    "gemma.Gemma4AudioAttention": "gemma4.Gemma4AudioAttention",
+    "gemma.Gemma4AudioModel": "gemma4.Gemma4AudioModel",
+    "granite_speech.BlockAttention": "granite_speech.GraniteSpeechConformerAttention "
+    "granite_speech_plus.GraniteSpeechPlusConformerAttention",
+    "granite_speech.GraniteSpeech5Attention": "granite_speech5.GraniteSpeech5EncoderAttention",
+    "grid.SamAttention": "sam.SamVisionAttention sam_hq.SamHQVisionAttention got_ocr2.GotOcr2VisionAttention "
+    "deepseek_ocr2.DeepseekOcr2SamVisionAttention unlimited_ocr.UnlimitedOcrSamVisionAttention "
+    "slanext.SLANeXtVisionAttention pp_formulanet.PPFormulaNetVisionAttention",
+    "grid.SamSdpaAttention": "sam.SamVisionSdpaAttention sam_hq.SamHQVisionSdpaAttention "
+    "deepseek_ocr2.DeepseekOcr2SamVisionSdpaAttention unlimited_ocr.UnlimitedOcrSamVisionSdpaAttention",
+    "grid.SegGptAttention": "seggpt.SegGptAttention",
+    "grid.VitDetAttention": "vitdet.VitDetAttention",
+    "inkling.InklingAttention": "inkling.InklingAttention",
+    "inkling.InklingModel": "inkling.InklingModel",
+    "inkling2.FullAttention": "inkling2.Inkling2FullAttention",
+    "inkling2.SinkAttention": "inkling2.Inkling2SlidingAttention",
+    "inkling2.TextModel": "inkling2.Inkling2TextModel",
+    "longt5.LocalAttention": "longt5.LongT5LocalAttention",
+    "mpnet.MPNetEncoder": "mpnet.MPNetEncoder",
+    "mpnet.MPNetSelfAttention": "mpnet.MPNetSelfAttention",
+    "nemotron_asr_streaming.StreamingAttention": "nemotron_asr_streaming.NemotronAsrStreamingEncoderAttention",
+    "nemotron_asr_streaming.StreamingBlock": "nemotron_asr_streaming.NemotronAsrStreamingEncoderBlock",
+    "nemotron_asr_streaming.StreamingEncoder": "nemotron_asr_streaming.NemotronAsrStreamingEncoder",
+    "parakeet.ParakeetAttention": "parakeet.ParakeetEncoderAttention",
+    "parakeet.ParakeetEncoder": "parakeet.ParakeetEncoder",
+    "phi4_multimodal.AudioAttention": "phi4_multimodal.Phi4MultimodalAudioAttention",
+    "phi4_multimodal.AudioModel": "phi4_multimodal.Phi4MultimodalAudioModel",
+    "phi4_multimodal.RelativeAttentionBias": "phi4_multimodal.Phi4MultimodalAudioRelativeAttentionBias",
+    "speecht5.RelativePositionalEncoding": "speecht5.SpeechT5RelativePositionalEncoding",
+    "speecht5.SpeechT5Attention": "speecht5.SpeechT5Attention",
+    "t5.BucketedAttention": "t5.T5Attention mt5.MT5Attention longt5.LongT5Attention pop2piano.Pop2PianoAttention "
+    "switch_transformers.SwitchTransformersAttention",
+    "t5.Pix2StructAttention": "pix2struct.Pix2StructTextAttention",
+    "t5.UMT5Attention": "umt5.UMT5Attention",
+    "vits.VitsAttention": "vits.VitsAttention",
+    "wavlm.WavLMAttention": "wavlm.WavLMAttention",
+    "wavlm.WavLMEncoder": "wavlm.WavLMEncoder wavlm.WavLMEncoderStableLayerNorm",
+}
+"""By our class, ``module.Class`` in this folder, the stock classes in whose place it is, ``folder.Class`` of transformers."""
+
+OURS = {stock.replace(".", "_"): (ours, stock) for ours, classes in CLASSES.items() for stock in classes.split()}
+
+
+def _classes(folder: str) -> dict[str, str]:
+    """Return the stock classes of a model's folder, each with ours."""
+    stock_classes = (stock.split(".") for _, stock in OURS.values())
+    return {name: f"families.{found}_{name}" for found, name in stock_classes if found == folder}
+
+
+SOURCES = tuple(
+    Source(
+        f"transformers.models.{family.folder}.modeling_{family.folder}",
+        f"{family.name}: {family.adds}",
+        _classes(family.folder),
+    )
+    for family in FAMILIES
+    if family.inside is None
+)
+LIBRARY = Library("transformers", __package__, SOURCES, oldest="5.0")
+
+
+@functools.cache
+def __getattr__(name: str) -> type:
+    """Make the class in place of a stock class when it is first asked for."""
+    if name not in OURS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    ours, stock = (path.split(".") for path in OURS[name])
+    base = getattr(importlib.import_module(f".{ours[0]}", __package__), ours[1])
+    stock_class = getattr(importlib.import_module(f"transformers.models.{stock[0]}.modeling_{stock[0]}"), stock[1])
+    return type(stock[1], (base, stock_class), {"__module__": __name__, "__qualname__": name, "__doc__": base.__doc__})
+
+
 def supported_families() -> tuple[Family, ...]:
     """Return the families of models that :func:`enable` knows.
 
     Example:
-        >>> next(each for each in supported_families() if each.folder == "parakeet").adds
+        >>> next(family for family in supported_families() if family.folder == "parakeet").adds
         "Transformer-XL's terms"
     """
     return FAMILIES
