@@ -80,11 +80,6 @@ class InPlace:
         states = next(iter(given.values()))
         return states if isinstance(states, int) else states.shape[1:-1].numel()  # type: ignore[no-any-return]
 
-    @staticmethod
-    def results(returned: Any) -> Any:
-        """Return what is compared of what a forward returns."""
-        return returned
-
     def keys_per_query(self: Any, keys: int) -> int:
         """Return how many keys' scores the stock forward computes for a query: all but in windows and blocks."""
         return keys
@@ -173,7 +168,7 @@ def _replacement(ours: Any, stock: Any) -> Replacement:
         ours,
         ours.forward,
         names,
-        harmless=(HARMLESS.keys() if ignores_more else HARMLESS.keys() & parameters.keys()) - names.keys(),
+        harmless=(HARMLESS if ignores_more else HARMLESS & parameters.keys()) - names.keys(),
         mask=next((name for name in parameters if name in MASKS), ""),
     )
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from .replacement import LIBRARY, Match, PassesOn, stock_class
+from .replacement import LIBRARY, Match, PassesOn
 
 NAMES = {"cache": ("cache", "past_key_values", "layer_past")}
 """The names that stock classes have for an argument of ours: versions of transformers differ, and so do its families."""
@@ -50,7 +50,7 @@ class Library(NamedTuple):
     oldest: str = ""
 
     def find(self, modules: dict[str, nn.Module]) -> dict[str, Match]:
-        """Return which of a model's modules are of this library's classes, by name."""
+        """Return which of the stock modules of a model are of this library's classes, by name."""
         found: dict[str, Match] = {}
         files = {base.__module__ for module in modules.values() for base in type(module).__mro__}
         for source in self.sources:
@@ -70,7 +70,7 @@ class Library(NamedTuple):
                 ours = classes.get(type(module))
                 if ours is not None and getattr(ours, "applies", lambda _: True)(module):
                     found[name] = Match(source.title, LIBRARY, ours)
-                elif ours is None and stock_class(module) is None:
+                elif ours is None:
                     base = next((base for base in type(module).__mro__ if base in classes), None)
                     if base is not None and not issubclass(classes[base], PassesOn):
                         reason = f"its class is derived from {base.__name__}, which is served, and what it changes is not known"

@@ -51,6 +51,18 @@ def shadow(module: nn.Module, convert: Convert, replace: Callable[[nn.Module], n
     return copied_module(module)
 
 
+def copied_tensor(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a copy of a tensor, or a parameter; of floating-point ones in dtype, unless that is None."""
+    is_floating = tensor.is_floating_point()
+    copy = tensor.detach().to(tensor.dtype if dtype is None or not is_floating else dtype, copy=True)
+    return nn.Parameter(copy, is_floating) if isinstance(tensor, nn.Parameter) else copy
+
+
+def copied(model: Any) -> Any:
+    """Return a shadow with the same parameters, and with buffers of its own."""
+    return shadow(model, lambda tensor: tensor if isinstance(tensor, nn.Parameter) else copied_tensor(tensor))
+
+
 def with_random_weights(module: nn.Module, device: str = "cpu", changes_buffers: bool = True) -> Any:
     """Return a shadow with random weights, none of them zero, in float64; in float32 if there are many, or on the device "meta".
 

@@ -65,9 +65,6 @@ class RelPosMHAXL(InPlace, stock.RelPosMHAXL):
     def counted(mask: torch.Tensor) -> torch.Tensor | None:
         return None
 
-    def pairs(self, query: torch.Tensor, key: torch.Tensor) -> int:  # type: ignore[override]
-        return len(query) * self.num_heads * query.shape[1] * key.shape[1]
-
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
         states, rows = torch.randn(batch, length, self.embed_dim), torch.randn(1, 2 * length - 1, self.embed_dim)
         given = {"query": states, "key": states, "value": states, "pos_embs": rows}

@@ -184,9 +184,6 @@ class Kind:
         more = self.layout.returns[1:]
         return (result, *(None for _ in more)) if isinstance(result, torch.Tensor) and self.layout.returns else result
 
-    def results(self, returned: Any) -> Any:
-        return returned
-
     def pairs(self, module: Any, **given: Any) -> int:
         states = given["states"] if "states" in given else given["query"]
         positions = states.numel() // max(states.shape[0] * self.layout.channels, 1)

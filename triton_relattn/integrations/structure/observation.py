@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..comparison import Refused, cloned_arguments, copied, described, model_dtype, run, values
+from ..comparison import Refused, cloned_arguments, described, model_dtype, run, values
+from ..shadow import copied
 
 if TYPE_CHECKING:
     from .kind import Kind, Layout
@@ -31,7 +32,7 @@ def observed(kind: type[Kind], layout: Layout, model: Any) -> Layout:
     """
     stock = type(model)
     replacement = kind(stock, layout).replacement()
-    sample = next(replacement.samples(model, False))
+    sample = next(replacement.ours.samples(model, False))
     model, shapes, probabilities = copied(model), dict[str, torch.Size](), list[float]()
     dropouts = {name: child for name, child in model.named_children() if isinstance(child, nn.Dropout)}
     for name, child in dropouts.items():
@@ -47,13 +48,13 @@ def observed(kind: type[Kind], layout: Layout, model: Any) -> Layout:
         probabilities += runs[0][1]
         changed = {name: value for name, value in _state(model).items() if not _is_same(value, before.get(name))}
         counted = [name for name, value in changed.items() if isinstance(value, (bool, int, float, str))]
-        if counted or not torch.equal(*(next(values(out)) for out, _ in runs)):
+        if counted or not torch.equal(*(values(out)[0] for out, _ in runs)):
             names = counted or list(changed) or ["something"]
             raise Refused(f"its forward changes {', '.join(names)}, on which what it computes next may depend")
     weights = [name for name, shape in shapes.items() if len(shape) >= 3 and shape[-2:] == sample.pairs]
     weights = weights or [name for name in dropouts if name not in shapes]  # torch's fused attention takes its probability
     weights = weights or [name for name, value in vars(model).items() if type(value) is float and value in probabilities]
-    size = next(values(returned)).numel()
+    size = values(returned)[0].numel()
     others = [name for name, shape in shapes.items() if name not in weights and shape.numel() == size]
     return dataclasses.replace(layout, drops=next(iter(weights), None), drops_out=next(iter(others), None), returns=returns)
 

@@ -90,10 +90,6 @@ class Attend(InPlace, stock.Attend):
     def num_positions(given: dict[str, Any]) -> int:
         return given["q"].shape[2]  # type: ignore[no-any-return]
 
-    @staticmethod
-    def results(returned: Any) -> Any:
-        return returned[0]
-
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
         heads, width = 4, 8
         q, k, v = (torch.randn(batch, heads, length, width) for _ in range(3))
