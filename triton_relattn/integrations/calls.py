@@ -1,9 +1,8 @@
 """The user's own calls of enabled modules: in some of them the stock forward runs beside ours, and both are compared.
 
-Compared are the first call of each kind (arguments given, dtypes, mode, the power of two that lengths are below), then the
-second, the fourth, the eighth, and the first ones after an attribute or a buffer of the module was changed. All that is compared
-runs on copies of the arguments and on shadows of the module, without gradients and without dropout of attention weights, before
-the call itself. If they differ the module gets its stock class back for good, and that call is the stock forward's.
+Compared are the first call of each kind, the second, the fourth, the eighth, and the first ones after an attribute or a buffer of
+the module was changed, on copies, without gradients and without dropout of attention weights. If they differ the module gets its
+stock class back for good, and that call is the stock forward's.
 """
 
 from __future__ import annotations
@@ -52,10 +51,7 @@ class Compared:
 
 
 class Calls:
-    """How many calls of each kind a module has had, which decides whether the next one is compared.
-
-    is_checked: whether calls are compared. name: of the module. compared: of all modules that were enabled together.
-    """
+    """How many calls of each kind a module has had, and whether the next one is compared; compared: of all that were enabled."""
 
     def __init__(self, is_checked: bool = True, name: str = "", compared: Compared | None = None) -> None:
         self.is_checked, self.name, self.compared = is_checked, name, compared or Compared()

@@ -53,15 +53,7 @@ class Refused(Exception):
 
 
 def compare(module: nn.Module, ours: Any, similar: Replacement | None = None) -> tuple[Replacement, float]:
-    """Return the first replacement that computes what a module's class does, and the largest difference.
-
-    Args:
-        ours: a class derived from InPlace, or a Kind: it prepares shadows of the module and yields candidates.
-        similar: what replaces another module of this class: it comes first, and with fewer samples.
-
-    Raises:
-        Refused: there is none, or the stock forward cannot be run.
-    """
+    """Return the first replacement that computes what a module's class does, and the largest difference; or raise Refused."""
     return in_own_thread(lambda: _compare(module, ours, similar))
 
 

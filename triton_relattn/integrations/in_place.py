@@ -86,10 +86,7 @@ class InPlace:
 
     @staticmethod
     def counted(mask: torch.Tensor) -> torch.Tensor | None:
-        """Return which positions of the output are compared (B, N, 1), those that see a key; None: all.
-
-        mask: the stock forward's.
-        """
+        """Return which positions of the output are compared (B, N, 1), those that see a key by the stock mask; None: all."""
         if mask.dim() == 2:
             return mask.bool()[..., None]
         if mask.dim() < 4:

@@ -46,10 +46,7 @@ class RelPositionMultiHeadAttention(InPlace, stock.RelPositionMultiHeadAttention
         pos_emb: torch.Tensor,
         cache: torch.Tensor | None = None,
     ) -> Any:
-        """query (B, Nq, C), key and value (B, Nk, C), pos_emb (1, 2Nk - 1, C), mask bool (B, Nq, Nk), True of what is hidden.
-
-        With a cache (B, Nc, C) of keys, Nk includes them.
-        """
+        """query (B, Nq, C), key and value (B, Nk, C), pos_emb (1, 2Nk - 1, C), mask bool (B, Nq, Nk), True of what is hidden."""
         key, value, query, cache = self.update_cache(key=key, value=value, query=query, cache=cache)
         if torch.is_autocast_enabled():
             query, key, value = (states.to(torch.float32) for states in (query, key, value))

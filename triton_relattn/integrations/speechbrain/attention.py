@@ -36,10 +36,7 @@ class RelPosMHAXL(InPlace, stock.RelPosMHAXL):
         attn_mask: torch.Tensor | ChunkedWindow | None = None,
         return_attn_weights: bool = True,
     ) -> Any:
-        """query (B, Nq, C), key and value (B, Nk, C), pos_embs (1, 2Nk - 1, C).
-
-        Bool masks are True of what is hidden, key_padding_mask (B, Nk), attn_mask (Nq, Nk) or (B * H, Nq, Nk); numbers are added.
-        """
+        """query (B, Nq, C), key and value (B, Nk, C), pos_embs (1, 2Nk - 1, C); bool masks are True of what is hidden."""
         states = self._query_key_value(query, key, value)
         queries = query.shape[1]
         operator = functools.partial(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,7 +22,6 @@ from ..shadow import projections
 from .observation import observed
 from .roles import MASK, argument_roles
 
-STATES = ("states", "query", "key", "value")
 SHOWN, HIDDEN, ADDED = "not 0 where a query sees a key", "0 where a query sees a key", "added to the scores"
 """What a mask of a stock module can mean."""
 LOW = -1e4
@@ -32,10 +32,9 @@ LOW = -1e4
 class Layout:
     """How a stock module is read: what its attributes and arguments stand for. A comparison has to confirm it.
 
-    roles: names of attributes, by role. arguments: names of the forward's arguments, each with its role. options: what else the
-    kind has to know. channels: of the states. drops: the child that drops attention weights, or the attribute that has the
-    probability; drops_out: the child that drops elements of the output. returns: what is in the tuple that the forward returns,
-    "tensor" or "None" each; empty: it returns a tensor.
+    roles, arguments: names of attributes and arguments, each with its role. options: what else the kind has to know. channels: of
+    the states. drops: the child that drops attention weights, or the attribute that has the probability; drops_out: the child
+    that drops elements of the output. returns: what is in the tuple that the forward returns; empty: it returns a tensor.
     """
 
     roles: tuple[tuple[str, str], ...]
@@ -56,6 +55,10 @@ class Layout:
         return ", ".join(f"{name}: {value}" for name, value in self.options if name != MASK or has_mask)
 
 
+Reading = tuple[dict[str, str], dict[str, tuple[Any, ...]]]
+"""Names of a module's attributes by role, and what each option may be, the likeliest first."""
+
+
 class Kind:
     """A way in which attention is relative, for a stock class with a layout: :meth:`compute` takes the place of its forward.
 
@@ -64,6 +67,10 @@ class Kind:
     """
 
     title: ClassVar[str]
+    state_roles: ClassVar[tuple[str, ...]] = ("states",)
+    """The roles of the first arguments."""
+    meanings: ClassVar[tuple[str, ...]] = (SHOWN, HIDDEN)
+    """What a mask may mean."""
     mask_dims: ClassVar[int] = 2
     """The dimensions of a mask of padding, (B, N), (B, 1, N) or (B, 1, 1, N)."""
     fewest = FEWEST
@@ -75,32 +82,36 @@ class Kind:
         self.roles, self.options = dict(layout.roles), dict(layout.options)
 
     @classmethod
-    def layouts(cls, module: nn.Module) -> Iterator[Layout]:
-        """Yield how a module may be read; nothing if it is not of this kind.
-
-        Raises:
-            Refused: it is, and no layout can serve it.
-        """
+    def read(cls, module: nn.Module) -> Reading | None:
+        """Return how a module may be read; None: it is of another kind. Refused: it is, and cannot be served."""
         raise NotImplementedError
 
-    @staticmethod
-    def make_layout(module: nn.Module, roles: dict[str, str], arguments: dict[str, str], **options: Any) -> Layout:
-        """Return a layout. Options have the width of a head, and which dimensions are swapped if states are not (B, N, C)."""
+    @classmethod
+    def arguments(cls, forward: Any) -> Iterator[dict[str, str]]:
+        """Yield the roles that a forward's arguments may have."""
+        yield from argument_roles(forward, cls.state_roles)
+
+    @classmethod
+    def layouts(cls, module: nn.Module) -> Iterator[Layout]:
+        """Yield how a module may be read; nothing if it is not of this kind."""
+        if (reading := cls.read(module)) is None:
+            return
+        roles, choices = reading
         role = next(role for role in ("query", "qkv", "out") if role in roles)
         channels, projected = projections(module)[roles[role]]
-        heads = projected // options["width"] // (3 if role == "qkv" else 1)
-        return Layout(tuple(roles.items()), tuple(arguments.items()), tuple(options.items()), channels, heads)
+        for arguments in cls.arguments(type(module).forward):
+            meanings = cls.meanings if MASK in arguments.values() else cls.meanings[:1]
+            for chosen in itertools.product(*choices.values(), meanings):
+                options = dict(zip([*choices, MASK], chosen, strict=True))
+                heads = projected // options["width"] // (3 if role == "qkv" else 1)
+                yield Layout(tuple(roles.items()), tuple(arguments.items()), tuple(options.items()), channels, heads)
 
     @classmethod
     def candidates(cls, module: Any, model: Any) -> Iterator[tuple[str, Callable[[], Replacement]]]:
         """Yield descriptions of the replacements for a module, and functions that return them. model: its shadow."""
         stock = type(module)
         for layout in cls.layouts(module):
-
-            def make(layout: Layout = layout) -> Replacement:
-                return cls(stock, observed(cls, layout, model)).replacement()
-
-            yield f" (read as {layout})", make
+            yield f" (read as {layout})", lambda layout=layout: cls(stock, observed(cls, layout, model)).replacement()
 
     def replacement(self) -> Replacement:
         compute: Any = self.compute
@@ -135,7 +146,9 @@ class Kind:
 
     def example(self, module: Any, batch: int, length: int, mask: torch.Tensor | None) -> dict[str, Any]:
         """Return arguments of the stock forward."""
-        given: dict[str, Any] = {name: self.states(batch, length) for name, role in self.layout.arguments if role in STATES}
+        given: dict[str, Any] = {
+            name: self.states(batch, length) for name, role in self.layout.arguments if role in self.state_roles
+        }
         name = self.layout.argument(MASK)
         return given if name is None or mask is None else {**given, name: mask}
 
@@ -161,13 +174,9 @@ class Kind:
     # Calls.
 
     def serves(self, module: Any, **given: Any) -> bool:
-        """Return whether a call, its arguments by role, is one that was compared.
-
-        Not if the weights, which ours does not compute, are dropped by something else than a plain dropout, nor if a boolean mask
-        is added.
-        """
+        """Return whether a call, its arguments by role, is one that was compared."""
         drops, mask = getattr(module, self.layout.drops) if self.layout.drops else 0.0, given.get(MASK)
-        if mask is not None and self.options[MASK] == ADDED and not mask.is_floating_point():
+        if mask is not None and self.options[MASK] == ADDED and not mask.is_floating_point():  # a boolean mask that is added
             return False
         return isinstance(drops, (nn.Dropout, float)) and self.accepts(module, **given)
 
@@ -229,12 +238,6 @@ class Kind:
         if isinstance(vars(module).get("attn"), torch.Tensor):
             module.attn = None  # the weights that stock classes leave there, (B, H, N, N)
         return getattr(module, self.layout.drops_out)(out) if self.layout.drops_out else out
-
-
-def with_masks(forward: Any, states: Sequence[str], *meanings: str) -> list[tuple[dict[str, str], str]]:
-    """Return the roles that arguments of a forward may have, each with a meaning of its mask; the first, if it has no mask."""
-    roles = argument_roles(forward, states)
-    return [(given, means) for given in roles for means in (meanings if MASK in given.values() else meanings[:1])]
 
 
 @functools.cache

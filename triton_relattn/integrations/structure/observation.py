@@ -23,13 +23,7 @@ class _Version(int):
 
 
 def observed(kind: type[Kind], layout: Layout, model: Any) -> Layout:
-    """Return a layout with what is dropped and returned.
-
-    model: a shadow of the module; its dropouts have different probabilities.
-
-    Raises:
-        Refused: what the stock forward computes depends on calls before.
-    """
+    """Return a layout with what a shadow drops and returns; raise Refused if what it computes depends on calls before."""
     stock = type(model)
     replacement = kind(stock, layout).replacement()
     sample = next(replacement.ours.samples(model, False))

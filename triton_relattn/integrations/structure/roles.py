@@ -33,8 +33,7 @@ def split_words(name: str) -> list[str]:
 def assigned(names: Sequence[str], roles: Sequence[str]) -> dict[str, str] | None:
     """Return a name for each role, in the order in which roles are to be decided; None if there are not as many names.
 
-    A name has a role if a word of that role is in no other name without a role. If a role finds none, all of them are given by
-    order: the names as they were registered, and roles as sorted in :data:`ORDER`.
+    A name has a role if a word of that role is in no other name without a role. If a role finds none, all are given in ORDER.
     """
     if len(names) != len(roles):
         return None
@@ -71,9 +70,7 @@ def own_parameters(module: nn.Module) -> dict[str, Any]:
 
 
 def transformer_xl_roles(module: nn.Module) -> tuple[dict[str, str], tuple[int, ...]] | None:
-    """Return the parts of a module with five projections and two biases (..., H, D), or H * D in all, by their roles, and the
-    shape of a bias; None if it has others.
-    """
+    """Return the roles of five projections and two biases, and the shape of a bias; None if a module has others."""
     sizes, own = projections(module), own_parameters(module)
     if len(own) != 2:
         return None
@@ -91,11 +88,9 @@ ARGUMENTS = {MASK: ("mask", "masks"), POSITIONS: ("pos", "position", "positions"
 
 
 def argument_roles(forward: Any, states: Sequence[str]) -> Iterator[dict[str, str]]:
-    """Return the roles that arguments of a forward may have, the likeliest first: those of ARGUMENTS by their names,
-    states in order.
+    """Yield the roles that arguments of a forward may have, the likeliest first: by their names, and states in order.
 
-    Without an argument that is called a mask, each one but the first may be it. What has no role is left at its default: an
-    argument that has none, and of several masks all but the first.
+    Without an argument that is called a mask, each one but the first may be it. Others are left at their defaults.
     """
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = [item for item in list(inspect.signature(forward).parameters.values())[1:] if item.kind not in variadic]

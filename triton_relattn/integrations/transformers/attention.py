@@ -25,9 +25,7 @@ class Attention(InPlace):
             """Return an attribute of the stock class."""
 
     def serves(self) -> bool:  # type: ignore[override]
-        if COLLECTS:
-            return not collects_weights()
-        return torch.compiler.is_compiling() or not getattr(getattr(self, "config", None), "output_attentions", False)
+        return not wants_weights(self)
 
     def prepare(self) -> None:
         """An implementation that needs a GPU is compared as sdpa."""
@@ -35,6 +33,22 @@ class Attention(InPlace):
         if getattr(config, "_attn_implementation", "eager") not in ("eager", "sdpa"):
             self.config = copy.copy(config)
             self.config._attn_implementation = "sdpa"
+
+
+def wants_weights(module: Any) -> bool:
+    """Return whether attention weights are asked for, which only the stock forward computes."""
+    if COLLECTS:
+        return collects_weights()
+    return not torch.compiler.is_compiling() and getattr(getattr(module, "config", None), "output_attentions", False)
+
+
+class KindOfTransformers:
+    """Mixin of kinds that stand for classes of transformers."""
+
+    fewest = property(lambda self: InPlace.fewest)
+
+    def serves(self, module: Any, **given: Any) -> bool:
+        return not wants_weights(module) and super().serves(module, **given)  # type: ignore[misc]
 
 
 class ChunkedAttention(Attention):
@@ -52,13 +66,11 @@ def query_key_value(module: Any, states: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def additive_mask(attention_mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return a mask as transformers' eager attention adds it to logits of dtype: the lowest number where a key is hidden.
-
-    Beside that number all logits vanish. So a query whose keys are all hidden sees them evenly, in the operator as in eager. The
-    operator's logits are float32 at least, beside which -65504, the lowest number of float16, is not low enough.
-    """
+    """Return a mask as transformers' eager attention adds it to logits of dtype: the lowest number where a key is hidden."""
     if attention_mask is None:
         return None
+    # Beside the lowest number all logits vanish: a query whose keys are all hidden sees them evenly. Logits are float32 at least,
+    # beside which -65504, the lowest number of float16, is not low enough.
     wide = torch.promote_types(dtype, torch.float32)
     lowest = torch.finfo(wide).min
     if attention_mask.dtype == torch.bool:
@@ -97,13 +109,11 @@ def sees_a_key(window: ChunkedWindow, queries: int) -> torch.Tensor:
 
 
 def first_position(cache: Any, layer: int) -> Any:
-    """Return the position of the first new query, which is the number of keys before it in a layer's cache: an int or a tensor.
-
-    Call it before the cache is updated. A static cache counts in a tensor that it changes in place; a copy is returned.
-    """
+    """Return the position of the first new query, an int or a tensor, before the layer's cache is updated."""
     if cache is None:
         return 0
     position = (getattr(cache, "get_query_offset", None) or cache.get_seq_length)(layer)  # the latter before transformers 5.23
+    # A static cache counts in a tensor that it changes in place.
     return position.clone() if isinstance(position, torch.Tensor) else position
 
 
@@ -116,10 +126,7 @@ def update_cache(cache: Any, layer: int, key: torch.Tensor, value: torch.Tensor)
 
 
 def hides_future(attention_mask: torch.Tensor | None, is_causal: bool | None, config: Any) -> bool:
-    """Return whether the attention of a causal model has to hide the future itself. A mask (B, 1, Nq, Nk) does so already.
-
-    is_causal: of the call; False, there or in the config, makes a model attend in both directions.
-    """
+    """Return whether a causal model's attention has to hide the future itself; a mask (B, 1, Nq, Nk) does so already."""
     if attention_mask is not None and attention_mask.dim() == 4:
         return False
     return (getattr(config, "is_causal", True) if is_causal is None else is_causal) is not False
@@ -134,10 +141,7 @@ def causal_attention(
     query_offset: Any = 0,
     **options: Any,
 ) -> Any:
-    """Compute attention of a causal model, whose mask is padding, (B, Nk), or has all that its queries see, (B, 1, Nq, Nk).
-
-    Queries that see no key get zeros. options: of the operator.
-    """
+    """Compute attention of a causal model; the mask is padding, (B, Nk), or has all that queries see, (B, 1, Nq, Nk)."""
     if attention_mask is not None and attention_mask.dim() == 2:
         attention_mask = attention_mask[:, None, None, :]
     if isinstance(query_offset, torch.Tensor):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,9 +13,10 @@ from ...positions import RelativePositions
 from ..calls import is_graph
 from ..compact import Compact
 from ..masks import ChunkedWindow
-from ..operators import attend, drop_probability, folded, fused_relative_attention, join_heads, split_heads
+from ..operators import folded, fused_relative_attention, join_heads, split_heads
+from ..structure.transformer_xl import ProjectedPositions
 from . import masks
-from .attention import Attention, additive_mask, attend_evenly, sees_a_key
+from .attention import Attention, KindOfTransformers, additive_mask, attend_evenly, sees_a_key
 from .encoder import Encoder
 
 
@@ -34,10 +37,7 @@ class ConformerAttention(Attention):
         relative_position_embeddings: torch.Tensor | None = None,
         chunks: tuple[int, int] | None = None,
     ) -> tuple[torch.Tensor, None]:
-        """hidden_states (B, N, C), relative_position_embeddings (1, 2N - 1, C).
-
-        chunks: length of a chunk, and number of chunks that a query sees before its own; -1: all.
-        """
+        """hidden_states (B, N, C), relative_position_embeddings (1, 2N - 1, C), chunks: size, and number seen before (-1: all)."""
         rotated = hidden_states
         if self.position_embeddings_type == "rotary":
             rotated = self._apply_rotary_embedding(hidden_states, relative_position_embeddings)
@@ -116,31 +116,8 @@ class SeamlessM4Tv2Encoder(Encoder):
         return SeamlessMask.of(small, lambda _: make(attention_mask, hidden_states))
 
 
-class FastSpeech2ConformerAttention(Attention):
-    """(q_i + u) . k_j + (q_i + v) . R[j - i], both scaled; R, a row per distance and head, projected sinusoids."""
+class FastSpeech2ConformerAttention(KindOfTransformers, ProjectedPositions):
+    """Its mask is one of padding, (B, 1, N)."""
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        pos_emb: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, None]:
-        """hidden_states (B, N, C), attention_mask (B, 1, N), pos_emb (1, 2N - 1, C)."""
-        last = hidden_states.shape[1] - 1
-        out = attend(
-            split_heads(self.linear_q(hidden_states), self.head_dim),
-            split_heads(self.linear_k(hidden_states), self.head_dim),
-            split_heads(self.linear_v(hidden_states), self.head_dim),
-            split_heads(self.linear_pos(pos_emb), self.head_dim),
-            self.pos_bias_u,
-            self.pos_bias_v,
-            RelativePositions(-last, last),
-            attn_mask=None if attention_mask is None else attention_mask[:, None].ne(0),
-            dropout_p=drop_probability(self.dropout),
-        )
-        return self.linear_out(join_heads(out)), None
-
-    def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
-        width = self.linear_q.in_features
-        given = {"hidden_states": torch.randn(batch, length, width), "pos_emb": torch.randn(1, 2 * length - 1, width)}
-        return {**given, "attention_mask": None if real is None else real[:, None]}
+    def masks(self, batch: int, length: int) -> Iterator[tuple[str, torch.Tensor | None]]:
+        return itertools.islice(super().masks(batch, length), 2)

@@ -21,10 +21,7 @@ STOCK_READS.append(lambda: bool(_ASKED))
 
 
 def with_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward that, under torch.compile, passes on what stock attention takes if attention weights are asked for.
-
-    Weights that transformers collects around the layers are not asked for so: see masks.collects_weights.
-    """
+    """Return a forward that passes on what stock attention takes if weights are asked for as output_attentions."""
 
     @functools.wraps(forward)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -43,11 +40,7 @@ def with_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Encoder(PassesOn):
-    """Mixin of encoders, which pass on small masks, and positions.
-
-    ``mask_function``: the encoder asks transformers for masks by its config, which becomes a view that names this function.
-    None: the encoder makes its masks itself.
-    """
+    """Mixin of encoders that pass on small masks: by a function that their config names, or, without one, their own."""
 
     mask_function: str | None = PADDING_IF_THAT_IS_ALL
 

@@ -11,6 +11,7 @@ import importlib
 from typing import NamedTuple
 
 from ..libraries import Library, Source
+from ..structure.kind import Kind
 
 
 class Family(NamedTuple):
@@ -115,13 +116,11 @@ CLASSES = {
     "granite_speech.BlockAttention": "granite_speech.GraniteSpeechConformerAttention "
     "granite_speech_plus.GraniteSpeechPlusConformerAttention",
     "granite_speech.GraniteSpeech5Attention": "granite_speech5.GraniteSpeech5EncoderAttention",
-    "grid.SamAttention": "sam.SamVisionAttention sam_hq.SamHQVisionAttention got_ocr2.GotOcr2VisionAttention "
-    "deepseek_ocr2.DeepseekOcr2SamVisionAttention unlimited_ocr.UnlimitedOcrSamVisionAttention "
-    "slanext.SLANeXtVisionAttention pp_formulanet.PPFormulaNetVisionAttention",
-    "grid.SamSdpaAttention": "sam.SamVisionSdpaAttention sam_hq.SamHQVisionSdpaAttention "
-    "deepseek_ocr2.DeepseekOcr2SamVisionSdpaAttention unlimited_ocr.UnlimitedOcrSamVisionSdpaAttention",
-    "grid.SegGptAttention": "seggpt.SegGptAttention",
-    "grid.VitDetAttention": "vitdet.VitDetAttention",
+    "grid.GridAttention": "sam.SamVisionAttention sam.SamVisionSdpaAttention sam_hq.SamHQVisionAttention "
+    "sam_hq.SamHQVisionSdpaAttention deepseek_ocr2.DeepseekOcr2SamVisionAttention "
+    "deepseek_ocr2.DeepseekOcr2SamVisionSdpaAttention unlimited_ocr.UnlimitedOcrSamVisionAttention "
+    "unlimited_ocr.UnlimitedOcrSamVisionSdpaAttention got_ocr2.GotOcr2VisionAttention slanext.SLANeXtVisionAttention "
+    "pp_formulanet.PPFormulaNetVisionAttention seggpt.SegGptAttention vitdet.VitDetAttention",
     "inkling.InklingAttention": "inkling.InklingAttention",
     "inkling.InklingModel": "inkling.InklingModel",
     "inkling2.FullAttention": "inkling2.Inkling2FullAttention",
@@ -178,6 +177,8 @@ def __getattr__(name: str) -> type:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     ours, stock = (path.split(".") for path in OURS[name])
     base = getattr(importlib.import_module(f".{ours[0]}", __package__), ours[1])
+    if issubclass(base, Kind):
+        return base
     stock_class = getattr(importlib.import_module(f"transformers.models.{stock[0]}.modeling_{stock[0]}"), stock[1])
     return type(stock[1], (base, stock_class), {"__module__": __name__, "__qualname__": name, "__doc__": base.__doc__})
 

@@ -23,10 +23,7 @@ def join_blocks(states: torch.Tensor, batch: int, length: int) -> torch.Tensor:
 
 
 def embedding_rows(distances: torch.Tensor) -> torch.Tensor:
-    """Return the rows of the embedding for all distances in a block, most distant past first.
-
-    distances: (size, size), the row of each pair, which depends on its distance alone.
-    """
+    """Return the rows of the embedding for all distances in a block, most distant past first; distances (size, size)."""
     return torch.cat([distances[1:, 0].flip(0), distances[0]])
 
 

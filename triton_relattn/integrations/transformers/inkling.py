@@ -83,11 +83,7 @@ def attend(
     sinks: torch.Tensor | None = None,
     cache_offset: int = 0,
 ) -> torch.Tensor:
-    """Compute a layer's attention over new keys and values (B, Hk, Nq, D) and those of its cache, in its window if it has one.
-
-    profiles: W, (d_rel, extent). sinks: (B, H, Nq), a further logit of each query with a value of zero: it takes a share of the
-    weights. cache_offset: from the layer's number to that of its part of the cache.
-    """
+    """Compute attention over new keys and values (B, Hk, N, D) and its cache; profiles (d_rel, extent), sinks (B, H, N)."""
     layer = module.layer_idx + cache_offset
     first_key = 0 if cache is None else cache.get_mask_sizes(query.shape[2], layer)[1]
     key, value, first_query = update_cache(cache, layer, key, value)

@@ -44,10 +44,7 @@ class SinkAttention(Attention):
         seq_idx: torch.Tensor | None = None,
         is_causal: bool | None = None,
     ) -> tuple[torch.Tensor, None]:
-        """All (B, N, C), conv_mask (B, N) and the others as in the stock class.
-
-        relative_distance, of each pair of query and key, (Nq, Nk), is not read: the cache says the same.
-        """
+        """All (B, N, C), conv_mask (B, N) and the others as in the stock class; relative_distance is not read."""
         key_states = hidden_states if key_hidden_states is None else key_hidden_states
         value_states = hidden_states if value_hidden_states is None else value_hidden_states
         options: dict[str, Any] = {CACHE: cache, "conv_mask": conv_mask}

@@ -15,10 +15,7 @@ from .attention import Attention
 
 
 class LocalAttention(Attention):
-    """q_i . k_j + b[bucket(j - i)], not scaled, in a window; the first layer makes b and passes it on.
-
-    The stock path computes it in blocks of queries, each with the blocks around it.
-    """
+    """q_i . k_j + b[bucket(j - i)], not scaled, in a window; the first layer makes b and passes it on."""
 
     small = ("position_bias",)
 

@@ -34,10 +34,7 @@ class ParakeetAttention(Attention):
         position_embeddings: torch.Tensor | None,
         attention_mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, None]:
-        """hidden_states (B, N, C), position_embeddings (B, 2N - 1, C) or one for all, (1, 2N - 1, C).
-
-        attention_mask: bool, (B, 1, 1, N), False of padding, which is hidden both as key and as query; or (B, 1, N, N).
-        """
+        """hidden_states (B, N, C), position_embeddings (B or 1, 2N - 1, C), attention_mask bool (B, 1, 1 or N, N)."""
         query, key, value = query_key_value(self, hidden_states)
         rel_keys = split_heads(self.relative_k_proj(position_embeddings), self.head_dim)
         last = query.shape[2] - 1

@@ -60,10 +60,7 @@ class BucketedAttention(Attention):
         return outputs[:2] if adds_mask_to_bias(self) else outputs
 
     def keys_and_values(self, states: torch.Tensor, others: torch.Tensor | None, cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values (B, H, Nk, D): of the module's own states and its cache, or in cross attention of others.
-
-        An ``EncoderDecoderCache`` also has those of cross attention, after the first call.
-        """
+        """Return keys and values (B, H, Nk, D): of own states and the cache, or in cross attention of others."""
         has_both = isinstance(cache, EncoderDecoderCache)
         if has_both and others is not None and cache.is_updated.get(self.layer_idx):
             layer = cache.cross_attention_cache.layers[self.layer_idx]

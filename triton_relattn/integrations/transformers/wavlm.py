@@ -25,10 +25,7 @@ class WavLMAttention(Attention):
         position_bias: torch.Tensor | None = None,
         index: int = 0,
     ) -> tuple[torch.Tensor, None, torch.Tensor | None]:
-        """hidden_states (B, N, C), attention_mask (B, N), position_bias (H, R); stock layers pass on (B * H, N, N).
-
-        index, the layer's number, is not read, as in the stock class.
-        """
+        """hidden_states (B, N, C), attention_mask (B, N), position_bias (H, R); stock layers pass on (B * H, N, N)."""
         passed_on = position_bias
         if position_bias is None:
             last = min(self.max_distance, hidden_states.shape[1] - 1)

@@ -50,10 +50,7 @@ class Attend(InPlace, stock.Attend):
         row_mask: Any = None,
         causal: bool | None = None,
     ) -> tuple[torch.Tensor, Any]:
-        """q (B, H, Nq, D), k (B, Hk, Nk, D), v (B, Hk, Nk, Dv), mask bool, True where a query may attend.
-
-        A row_mask, which attention always passes on, is for inverted attention alone.
-        """
+        """q (B, H, Nq, D), k (B, Hk, Nk, D), v (B, Hk, Nk, Dv), mask bool, True where a query may attend."""
         given = q, k, v, mask
         groups = q.shape[1] // k.shape[1]
         if groups > 1 and k.shape[1] > 1:  # query head h has the key head h modulo their number, not one of successive heads

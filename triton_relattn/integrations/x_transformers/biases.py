@@ -16,10 +16,7 @@ from ..in_place import InPlace
 
 
 class Bias:
-    """Arguments of the operator that make a bias for the last queries of some keys.
-
-    Any other use of it is one of the stock tensor, (H, Nq, Nk) or (B, H, Nq, Nk).
-    """
+    """Arguments of the operator that make a bias; any other use is one of the stock tensor, (H, Nq, Nk) or (B, H, Nq, Nk)."""
 
     def __init__(self, queries: int, keys: int, **term: Any) -> None:
         self.queries, self.keys, self.term = queries, keys, term
