@@ -244,7 +244,7 @@ def test_a_model_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp
     """One row too far to the past, and sdpa that is missing."""
     pytest.importorskip("transformers")
     from triton_relattn.integrations import enable
-    from triton_relattn.integrations.transformers import vits
+    from triton_relattn.integrations.transformers import speech
 
     def shifted(first: int, last: int, outside: Any) -> RelativePositions:
         return RelativePositions(first - 1, last - 1, outside=outside)
@@ -252,7 +252,7 @@ def test_a_model_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp
     def in_this_process(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         return models.Measurement(FAMILIES[name], options).rows()
 
-    monkeypatch.setattr(vits, "RelativePositions", shifted)
+    monkeypatch.setattr(speech, "RelativePositions", shifted)
     monkeypatch.setattr(enable, "compare", lambda module, ours, *_: (next(ours.candidates(module, module))[1](), 0.0))
     monkeypatch.setattr(models, "in_own_process", in_this_process)
     path = tmp_path / "models.csv"

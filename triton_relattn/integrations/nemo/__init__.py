@@ -16,12 +16,12 @@ SOURCES = (
     Source(
         "nemo.collections.asr.parts.submodules.multi_head_attention",
         "NeMo's Conformer",
-        {"RelPositionMultiHeadAttention": "attention.RelPositionMultiHeadAttention"},
+        {"RelPositionMultiHeadAttention": "conformer.RelPositionMultiHeadAttention"},
     ),
     Source(
         "nemo.collections.asr.modules.conformer_encoder",
         "NeMo's Conformer",
-        {"ConformerEncoder": "encoder.ConformerEncoder"},
+        {"ConformerEncoder": "conformer.ConformerEncoder"},
     ),
 )
 LIBRARY = Library("nemo_toolkit", __name__, SOURCES)

@@ -13,11 +13,11 @@ from ..report import Report
 __all__ = ["disable", "enable"]
 
 SOURCES = (
-    Source("speechbrain.nnet.attention", "SpeechBrain's Conformer", {"RelPosMHAXL": "attention.RelPosMHAXL"}),
+    Source("speechbrain.nnet.attention", "SpeechBrain's Conformer", {"RelPosMHAXL": "conformer.RelPosMHAXL"}),
     Source(
         "speechbrain.lobes.models.transformer.TransformerASR",
         "SpeechBrain's Conformer",
-        {"TransformerASR": "transformer_asr.TransformerASR"},
+        {"TransformerASR": "conformer.TransformerASR"},
     ),
 )
 LIBRARY = Library("speechbrain", __name__, SOURCES)

@@ -16,10 +16,7 @@ if TYPE_CHECKING:
 
 OF_MODULES = frozenset(vars(nn.Module()))
 """Attributes that torch's own class has."""
-
-
-class _Version(int):
-    """How often a buffer was changed in place."""
+PLAIN = bool, int, float, str
 
 
 def observed(kind: type[Kind], layout: Layout, model: Any) -> Layout:
@@ -40,10 +37,11 @@ def observed(kind: type[Kind], layout: Layout, model: Any) -> Layout:
         returned = runs[0][0]
         returns = described(returned, sample)
         probabilities += runs[0][1]
-        changed = {name: value for name, value in _state(model).items() if not _is_same(value, before.get(name))}
-        counted = [name for name, value in changed.items() if isinstance(value, (bool, int, float, str))]
+        after = _state(model)
+        counted = [name for name, value in after.items() if isinstance(value, PLAIN) and value != before.get(name)]
+        replaced = [name for name, value in after.items() if not isinstance(value, PLAIN) and value is not before.get(name)]
         if counted or not torch.equal(*(values(out)[0] for out, _ in runs)):
-            names = counted or list(changed) or ["something"]
+            names = counted or replaced or ["something"]
             raise Refused(f"its forward changes {', '.join(names)}, on which what it computes next may depend")
     weights = [name for name, shape in shapes.items() if len(shape) >= 3 and shape[-2:] == sample.pairs]
     weights = weights or [name for name in dropouts if name not in shapes]  # torch's fused attention takes its probability
@@ -59,9 +57,5 @@ def _state(model: nn.Module) -> dict[str, Any]:
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
         found |= {prefix + name: value for name, value in vars(module).items() if name not in OF_MODULES}
-        found |= {prefix + name: _Version(buffer._version) for name, buffer in module._buffers.items() if buffer is not None}
+        found |= {prefix + name: buffer._version for name, buffer in module._buffers.items() if buffer is not None}
     return found
-
-
-def _is_same(value: Any, before: Any) -> bool:
-    return value is before or (isinstance(value, (bool, int, float, str)) and type(value) is type(before) and value == before)

@@ -12,17 +12,17 @@ from torch import nn
 from ..shadow import projections
 
 WORDS = {
-    "position": ("pos", "position", "positional", "rel", "relative"),
-    "out": ("o", "out", "output", "wo", "proj", "dense", "fc"),
     "query": ("q", "query", "queries", "wq"),
     "key": ("k", "key", "keys", "wk"),
     "value": ("v", "value", "values", "wv"),
+    "out": ("o", "out", "output", "wo", "proj", "dense", "fc"),
+    "position": ("pos", "position", "positional", "rel", "relative"),
     "rel_key": ("k", "key", "keys"),
     "rel_value": ("v", "value", "values"),
     "content_bias": ("u", "content"),
     "position_bias": ("v", "pos", "position"),
 }
-"""The words that say which part an attribute plays, the clearest first."""
+"""The words that say which part an attribute plays, the clearest first; parts in the order in which modules register them."""
 
 
 def split_words(name: str) -> list[str]:
@@ -33,7 +33,8 @@ def split_words(name: str) -> list[str]:
 def assigned(names: Sequence[str], roles: Sequence[str]) -> dict[str, str] | None:
     """Return a name for each role, in the order in which roles are to be decided; None if there are not as many names.
 
-    A name has a role if a word of that role is in no other name without a role. If a role finds none, all are given in ORDER.
+    A name has a role if a word of that role is in no other name without a role. If a role finds none, all are given in
+    the order of registration.
     """
     if len(names) != len(roles):
         return None
@@ -47,11 +48,7 @@ def assigned(names: Sequence[str], roles: Sequence[str]) -> dict[str, str] | Non
                 break
     if len(found) == len(roles):
         return found
-    return dict(zip(sorted(roles, key=ORDER.index), names, strict=True))
-
-
-ORDER = ["query", "key", "value", "out", "position", "rel_key", "rel_value", "content_bias", "position_bias"]
-"""The order in which modules register these parts, if their names do not say which they are."""
+    return dict(zip(sorted(roles, key=list(WORDS).index), names, strict=True))
 
 
 def is_table(child: nn.Module) -> bool:

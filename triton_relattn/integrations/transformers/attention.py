@@ -42,15 +42,6 @@ def wants_weights(module: Any) -> bool:
     return not torch.compiler.is_compiling() and getattr(getattr(module, "config", None), "output_attentions", False)
 
 
-class KindOfTransformers:
-    """Mixin of kinds that stand for classes of transformers."""
-
-    fewest = property(lambda self: InPlace.fewest)
-
-    def serves(self, module: Any, **given: Any) -> bool:
-        return not wants_weights(module) and super().serves(module, **given)  # type: ignore[misc]
-
-
 class ChunkedAttention(Attention):
     """Mixin: the stock forward computes chunks of queries, or blocks, with ``context_size`` keys each."""
 

@@ -1,10 +1,8 @@
-"""Conformers of Wav2Vec2-BERT, Wav2Vec2-Conformer, both Seamless M4T, and FastSpeech2Conformer."""
+"""Conformers of Wav2Vec2-BERT, Wav2Vec2-Conformer and both Seamless M4T."""
 
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,9 +12,8 @@ from ..calls import is_graph
 from ..compact import Compact
 from ..masks import ChunkedWindow
 from ..operators import folded, fused_relative_attention, join_heads, split_heads
-from ..structure.transformer_xl import ProjectedPositions
 from . import masks
-from .attention import Attention, KindOfTransformers, additive_mask, attend_evenly, sees_a_key
+from .attention import Attention, additive_mask, attend_evenly, sees_a_key
 from .encoder import Encoder
 
 
@@ -37,7 +34,7 @@ class ConformerAttention(Attention):
         relative_position_embeddings: torch.Tensor | None = None,
         chunks: tuple[int, int] | None = None,
     ) -> tuple[torch.Tensor, None]:
-        """hidden_states (B, N, C), relative_position_embeddings (1, 2N - 1, C), chunks: size, and number seen before (-1: all)."""
+        """hidden_states (B, N, C), relative_position_embeddings (1, 2N - 1, C), chunks: size, number seen before (-1: all)."""
         rotated = hidden_states
         if self.position_embeddings_type == "rotary":
             rotated = self._apply_rotary_embedding(hidden_states, relative_position_embeddings)
@@ -114,10 +111,3 @@ class SeamlessM4Tv2Encoder(Encoder):
             return make(attention_mask, hidden_states)
         small = None if attention_mask is None else attention_mask[:, None, None].bool()
         return SeamlessMask.of(small, lambda _: make(attention_mask, hidden_states))
-
-
-class FastSpeech2ConformerAttention(KindOfTransformers, ProjectedPositions):
-    """Its mask is one of padding, (B, 1, N)."""
-
-    def masks(self, batch: int, length: int) -> Iterator[tuple[str, torch.Tensor | None]]:
-        return itertools.islice(super().masks(batch, length), 2)

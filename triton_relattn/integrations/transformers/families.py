@@ -98,7 +98,6 @@ CLASSES = {
     "alibi.MptModel": "mpt.MptModel",
     "conformer.ConformerAttention": "wav2vec2_bert.Wav2Vec2BertSelfAttention wav2vec2_conformer.Wav2Vec2ConformerSelfAttention "
     "seamless_m4t.SeamlessM4TConformerSelfAttention seamless_m4t_v2.SeamlessM4Tv2ConformerSelfAttention",
-    "conformer.FastSpeech2ConformerAttention": "fastspeech2_conformer.FastSpeech2ConformerAttention",
     "conformer.SeamlessM4Tv2Encoder": "seamless_m4t_v2.SeamlessM4Tv2ConformerEncoder",
     "deberta.DebertaAttention": "deberta.DisentangledSelfAttention",
     "deberta.DebertaEncoder": "deberta.DebertaEncoder",
@@ -116,19 +115,17 @@ CLASSES = {
     "granite_speech.BlockAttention": "granite_speech.GraniteSpeechConformerAttention "
     "granite_speech_plus.GraniteSpeechPlusConformerAttention",
     "granite_speech.GraniteSpeech5Attention": "granite_speech5.GraniteSpeech5EncoderAttention",
-    "grid.GridAttention": "sam.SamVisionAttention sam.SamVisionSdpaAttention sam_hq.SamHQVisionAttention "
-    "sam_hq.SamHQVisionSdpaAttention deepseek_ocr2.DeepseekOcr2SamVisionAttention "
-    "deepseek_ocr2.DeepseekOcr2SamVisionSdpaAttention unlimited_ocr.UnlimitedOcrSamVisionAttention "
-    "unlimited_ocr.UnlimitedOcrSamVisionSdpaAttention got_ocr2.GotOcr2VisionAttention slanext.SLANeXtVisionAttention "
-    "pp_formulanet.PPFormulaNetVisionAttention seggpt.SegGptAttention vitdet.VitDetAttention",
     "inkling.InklingAttention": "inkling.InklingAttention",
     "inkling.InklingModel": "inkling.InklingModel",
     "inkling2.FullAttention": "inkling2.Inkling2FullAttention",
     "inkling2.SinkAttention": "inkling2.Inkling2SlidingAttention",
     "inkling2.TextModel": "inkling2.Inkling2TextModel",
-    "longt5.LocalAttention": "longt5.LongT5LocalAttention",
-    "mpnet.MPNetEncoder": "mpnet.MPNetEncoder",
-    "mpnet.MPNetSelfAttention": "mpnet.MPNetSelfAttention",
+    "kinds.FastSpeech2ConformerAttention": "fastspeech2_conformer.FastSpeech2ConformerAttention",
+    "kinds.GridAttention": "sam.SamVisionAttention sam.SamVisionSdpaAttention sam_hq.SamHQVisionAttention "
+    "sam_hq.SamHQVisionSdpaAttention deepseek_ocr2.DeepseekOcr2SamVisionAttention "
+    "deepseek_ocr2.DeepseekOcr2SamVisionSdpaAttention unlimited_ocr.UnlimitedOcrSamVisionAttention "
+    "unlimited_ocr.UnlimitedOcrSamVisionSdpaAttention got_ocr2.GotOcr2VisionAttention slanext.SLANeXtVisionAttention "
+    "pp_formulanet.PPFormulaNetVisionAttention seggpt.SegGptAttention vitdet.VitDetAttention",
     "nemotron_asr_streaming.StreamingAttention": "nemotron_asr_streaming.NemotronAsrStreamingEncoderAttention",
     "nemotron_asr_streaming.StreamingBlock": "nemotron_asr_streaming.NemotronAsrStreamingEncoderBlock",
     "nemotron_asr_streaming.StreamingEncoder": "nemotron_asr_streaming.NemotronAsrStreamingEncoder",
@@ -137,15 +134,18 @@ CLASSES = {
     "phi4_multimodal.AudioAttention": "phi4_multimodal.Phi4MultimodalAudioAttention",
     "phi4_multimodal.AudioModel": "phi4_multimodal.Phi4MultimodalAudioModel",
     "phi4_multimodal.RelativeAttentionBias": "phi4_multimodal.Phi4MultimodalAudioRelativeAttentionBias",
-    "speecht5.RelativePositionalEncoding": "speecht5.SpeechT5RelativePositionalEncoding",
-    "speecht5.SpeechT5Attention": "speecht5.SpeechT5Attention",
+    "speech.RelativePositionalEncoding": "speecht5.SpeechT5RelativePositionalEncoding",
+    "speech.SpeechT5Attention": "speecht5.SpeechT5Attention",
+    "speech.VitsAttention": "vits.VitsAttention",
+    "speech.WavLMAttention": "wavlm.WavLMAttention",
+    "speech.WavLMEncoder": "wavlm.WavLMEncoder wavlm.WavLMEncoderStableLayerNorm",
     "t5.BucketedAttention": "t5.T5Attention mt5.MT5Attention longt5.LongT5Attention pop2piano.Pop2PianoAttention "
     "switch_transformers.SwitchTransformersAttention",
+    "t5.LocalAttention": "longt5.LongT5LocalAttention",
+    "t5.MPNetEncoder": "mpnet.MPNetEncoder",
+    "t5.MPNetSelfAttention": "mpnet.MPNetSelfAttention",
     "t5.Pix2StructAttention": "pix2struct.Pix2StructTextAttention",
     "t5.UMT5Attention": "umt5.UMT5Attention",
-    "vits.VitsAttention": "vits.VitsAttention",
-    "wavlm.WavLMAttention": "wavlm.WavLMAttention",
-    "wavlm.WavLMEncoder": "wavlm.WavLMEncoder wavlm.WavLMEncoderStableLayerNorm",
 }
 """By our class, ``module.Class`` in this folder, the stock classes in whose place it is, ``folder.Class`` of transformers."""
 

@@ -23,7 +23,7 @@ SOURCES = (
             "RelativeProjPositionalBias": "biases.RelativeProjPositionalBias",
         },
     ),
-    Source("x_transformers.attend", "x-transformers' attention", {"Attend": "attend.Attend"}),
+    Source("x_transformers.attend", "x-transformers' attention", {"Attend": "biases.Attend"}),
 )
 LIBRARY = Library("x-transformers", __name__, SOURCES)
 
