@@ -19,13 +19,8 @@ class ChunkedWindow:
         c = i // chunk                                           the chunk of the query at position i
         c * chunk - left <= j < (c + 1) * chunk + right          positions j of keys that it sees, if they are real
 
-    Args:
-        lengths: (B,), how many keys of each sequence are real. None: ``real`` says which, or all are.
-        real: (B, Nk), bool, True of real keys.
-        left, right: -1: without end.
-        chunk: 1: queries see a window.
-        first: the position of the first query, counted as the keys' are.
-        make: returns the mask of the library.
+    lengths (B,) counts real keys, or real (B, Nk), bool, shows them; left and right -1: without end; chunk 1: a window; first:
+    the position of the first query, counted as the keys' are; make: returns the mask of the library.
     """
 
     def __init__(

@@ -11,6 +11,8 @@ from torch.nn.functional import pad
 from ..in_place import InPlace
 from ..masks import ChunkedWindow
 from ..operators import fused_relative_attention, split_heads
+from ..shadow import projections
+from . import masks
 from .masks import COLLECTS, collects_weights
 
 
@@ -26,6 +28,11 @@ class Attention(InPlace):
 
     def serves(self) -> bool:  # type: ignore[override]
         return not wants_weights(self)
+
+    def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
+        (width, _), *_ = projections(self).values()
+        mask = masks.example(getattr(self, "config", None), batch, length, real)
+        return {"hidden_states": torch.randn(batch, length, width), "attention_mask": mask}
 
     def prepare(self) -> None:
         """An implementation that needs a GPU is compared as sdpa."""

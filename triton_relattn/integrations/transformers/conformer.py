@@ -12,7 +12,6 @@ from ..calls import is_graph
 from ..compact import Compact
 from ..masks import ChunkedWindow
 from ..operators import folded, fused_relative_attention, join_heads, split_heads
-from . import masks
 from .attention import Attention, additive_mask, attend_evenly, sees_a_key
 from .encoder import Encoder
 
@@ -77,11 +76,9 @@ class ConformerAttention(Attention):
         return max(getattr(self, "left_max_position_embeddings", 0) or 0, 30) + 10
 
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
-        width = self.linear_q.in_features
-        mask = masks.example(getattr(self, "config", None), batch, length, real)
-        given = {"hidden_states": torch.randn(batch, length, width), "attention_mask": mask}
+        given = super().example(batch, length, real)
         if self.position_embeddings_type == "relative":
-            given["relative_position_embeddings"] = torch.randn(1, 2 * length - 1, width)
+            given["relative_position_embeddings"] = torch.randn(1, 2 * length - 1, self.linear_q.in_features)
         if self.position_embeddings_type == "rotary":
             given["relative_position_embeddings"] = torch.randn(2, length, 1, 1, self.head_size)
         return given

@@ -85,5 +85,4 @@ class GraniteSpeech5Attention(ChunkedAttention):
 
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
         distances = pair_rows(self.context_size, self.config.max_position_embeddings)
-        states = torch.randn(batch, length, self.config.hidden_size)
-        return {"hidden_states": states, "position_embeddings": distances, "attention_mask": real}
+        return {**super().example(batch, length, None), "position_embeddings": distances, "attention_mask": real}

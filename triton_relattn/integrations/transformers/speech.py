@@ -9,7 +9,6 @@ import torch
 from ...positions import RelativePositions
 from ..compact import Compact, rows
 from ..operators import fused_relative_attention, join_heads, split_heads
-from . import masks
 from .attention import Attention, additive_mask, query_key_value
 from .encoder import Encoder
 
@@ -31,10 +30,6 @@ class VitsAttention(Attention):
             **term,
         )
         return self.out_proj(join_heads(out)), None
-
-    def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
-        mask = masks.example(None, batch, length, real)
-        return {"hidden_states": torch.randn(batch, length, self.embed_dim), "attention_mask": mask}
 
 
 class SpeechT5Attention(Attention):
@@ -65,11 +60,8 @@ class SpeechT5Attention(Attention):
         return self.out_proj(join_heads(out)), None
 
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
-        return {
-            "hidden_states": torch.randn(batch, length, self.embed_dim),
-            "attention_mask": masks.example(None, batch, length, real),
-            "position_bias": small_table(torch.randn(20, self.head_dim), length),
-        }
+        table = small_table(torch.randn(20, self.head_dim), length)
+        return {**super().example(batch, length, real), "position_bias": table}
 
 
 def clipped_positions(table: torch.Tensor) -> RelativePositions:
@@ -136,7 +128,7 @@ class WavLMAttention(Attention):
         return a * (b * self.gru_rel_pos_const - 1.0) + 2.0  # type: ignore[no-any-return]
 
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
-        given: dict[str, Any] = {"hidden_states": torch.randn(batch, length, self.embed_dim), "attention_mask": real}
+        given = {**super().example(batch, length, None), "attention_mask": real}
         if not hasattr(self, "rel_attn_embed"):
             table = torch.randn(self.num_heads, 2 * min(length, self.max_distance + 1) - 1)
             given["position_bias"] = wavlm_bias(table, given["hidden_states"])
