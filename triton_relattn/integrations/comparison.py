@@ -247,7 +247,7 @@ def cloned_arguments(sample: Sample, dtype: torch.dtype) -> dict[str, Any]:
     cloned = dict(sample.arguments)
     for name, value in cloned.items():
         if hasattr(value, "cast"):  # a small form
-            cloned[name] = (value.clone() if isinstance(value, torch.Tensor) else value).cast(dtype)
+            cloned[name] = (value.clone() if isinstance(value, torch.Tensor) else value).cast(dtype)  # type: ignore[union-attr]
         elif isinstance(value, torch.Tensor):
             cloned[name] = copied_tensor(value, dtype)
     return cloned

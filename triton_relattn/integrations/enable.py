@@ -16,7 +16,7 @@ from .._core.names import with_names
 from . import structure
 from .comparison import Refused, compare, first_line
 from .libraries import Library
-from .replacement import LIBRARY, Match, Replacement, change_classes, restore, stock_class
+from .replacement import LIBRARY, Match, Replacement, change_classes, enabled_class, restore, stock_class
 from .report import Report, Row, count_bytes
 
 LIBRARIES = ("transformers", "nemo", "espnet", "speechbrain", "x_transformers")
@@ -183,7 +183,7 @@ def _compare(
             if match.ours is None:
                 raise Refused(match.reason)
             replacement, difference = compare(module, match.ours, similar.get(key))
-            new = replacement.ours.replacing_class()
+            new = enabled_class(stock, match.ours, getattr(replacement.ours, "layout", None))
             try:
                 object.__new__(stock).__class__ = new
             except TypeError as error:  # a class with __slots__
@@ -202,6 +202,6 @@ def _compare(
             inside = [part for part in modules if not path or part == path or part.startswith(f"{path}.")]
             attention = [part in classes for part in inside if isinstance(modules[part], served)]
             if attention and all(attention):
-                classes[path] = match.ours
+                classes[path] = enabled_class(type(modules[path]), match.ours, None)
                 rows[path] = Row(path, type(modules[path]).__name__, PASSES_ON, LIBRARY)
     return [rows[path] for path in modules if path in rows], classes

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -53,7 +54,7 @@ class Match(NamedTuple):
 class Replacement:
     """Ours in place of a stock class's forward, for the calls that ours serves; all others are the stock forward's.
 
-    stock: the class. ours: a class derived from InPlace, or a kind of structure/, whose functions are called with the module
+    stock: the class. ours: a class derived from InPlace, or a Kind, whose functions are called with the module
     first. function: our forward. names: our names for the stock forward's arguments. harmless: arguments that have no effect on
     the result. mask: the stock forward's name for the mask. constants: arguments without a gradient.
     """
@@ -180,24 +181,16 @@ def _taken(function: Callable[..., Any]) -> Callable[[dict[str, Any]], dict[str,
     return lambda given: {name: value for name, value in given.items() if name in names}
 
 
-def set_attribute(stock: type[nn.Module], module: Any, name: str, value: Any) -> None:
-    """Set an attribute of an enabled module as its stock class does, and have its next calls compared."""
-    stock.__setattr__(module, name, value)
-    if name != "training" and (record := vars(module).get(CALLS)) is not None:
-        record.changed()
-
-
 class PassesOn:
-    """Mixin, in place of the class that is the last base, of modules that only pass masks or positions on to attention."""
+    """Mixin of classes in place of those of modules that only pass masks or positions on to attention."""
 
     passes_on = True
     stock_class: type[nn.Module]
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        stock: Any = cls.__bases__[-1]
-        if issubclass(stock, nn.Module) and not issubclass(stock, PassesOn):  # else it is derived from ours, as FSDP2 does
-            cls.stock_class = stock
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Return an attribute of the stock class."""
 
     def on_enable(self) -> None:
         """Change the module when it gets this class."""
@@ -217,6 +210,50 @@ def link_encoder(encoder: nn.Module, modules: Iterable[nn.Module]) -> None:
     for module in modules:
         if (record := vars(module).get(CALLS)) is not None and not getattr(module, "passes_on", False):
             record.encoders.append(weakref.ref(encoder))
+
+
+def _enabled_class(stock: Any, ours: Any, layout: Any) -> type[nn.Module]:
+    """Return the class in place of a stock class: derived from it and from ours, and called as it is. layout: of a Kind."""
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        """As the stock class's, so that copies and files have the stock class, and what it takes to make ours of it."""
+        state = self.__getstate__() if hasattr(self, "__getstate__") else vars(self)
+        return _new_instance, (stock, ours, layout), state
+
+    attributes: dict[str, Any] = {name: getattr(stock, name) for name in ("__module__", "__qualname__", "__doc__")}
+    if stock.__reduce_ex__ is object.__reduce_ex__ and stock.__reduce__ is object.__reduce__:
+        attributes["__reduce_ex__"] = reduce
+    if issubclass(ours, PassesOn):
+        attributes["stock_class"] = stock
+    else:
+        replacement: Replacement = ours.replacement(stock, layout)
+
+        @functools.wraps(stock.forward)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return replacement.forward(self, args, kwargs)
+
+        def set_attribute(self: Any, name: str, value: Any) -> None:
+            """Set an attribute as the stock class does, and have the next calls compared."""
+            stock.__setattr__(self, name, value)
+            if name != "training" and (record := vars(self).get(CALLS)) is not None:
+                record.changed()
+
+        attributes |= {ATTRIBUTE: replacement, "forward": forward, "__setattr__": set_attribute}
+    metaclass: Any = type(stock)
+    if layout is None:
+        return metaclass(stock.__name__, (ours, stock), attributes)  # type: ignore[no-any-return]
+    found: type[nn.Module] = metaclass(stock.__name__, (nn.Module,), attributes)
+    found.__bases__ = (stock,)  # not from the start: a class of the user may keep a list of those derived from it
+    return found
+
+
+enabled_class: Callable[[Any, Any, Any], type[nn.Module]] = functools.cache(_enabled_class)
+
+
+def _new_instance(stock: type[nn.Module], ours: Any, layout: Any) -> nn.Module:
+    """Return a module without attributes, for a copy or a file; its first calls are compared."""
+    found = enabled_class(stock, ours, layout)
+    return found.__new__(found)
 
 
 def stock_class(module: nn.Module) -> type[nn.Module] | None:

@@ -24,7 +24,7 @@ STOCK = conformer_encoder.ConformerEncoder.forward
 SMALL = with_globals(STOCK, make_pad_mask=make_pad_mask)
 
 
-class ConformerEncoder(PassesOn, conformer_encoder.ConformerEncoder):
+class ConformerEncoder(PassesOn):
     """Encoder whose mask of padding takes no memory but its own."""
 
     @functools.wraps(STOCK)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from nemo.collections.asr.modules import conformer_encoder
 from nemo.collections.asr.parts.submodules import multi_head_attention as attention
 
 from ...positions import RelativePositions
@@ -37,7 +36,7 @@ LEFT, RIGHT = 5, 3
 """The window of a comparison."""
 
 
-class RelPositionMultiHeadAttention(InPlace, attention.RelPositionMultiHeadAttention):
+class RelPositionMultiHeadAttention(InPlace):
     """(q_i + u) . k_j + (q_i + v) . R[j - i], both scaled; R, a row per distance and head, projected sinusoids."""
 
     def forward(
@@ -98,7 +97,7 @@ MOST_CHUNKS = 10000
 """Chunks that stock masks show if the context has no end to the left."""
 
 
-class ConformerEncoder(PassesOn, conformer_encoder.ConformerEncoder):
+class ConformerEncoder(PassesOn):
     """Encoder that passes lengths, windows and chunks to its attention, instead of a mask (B, T, T)."""
 
     @staticmethod
@@ -117,7 +116,7 @@ class ConformerEncoder(PassesOn, conformer_encoder.ConformerEncoder):
         context = self._context(att_context_size)
 
         def make() -> tuple[torch.Tensor, Any]:
-            return super(ConformerEncoder, self)._create_masks(  # type: ignore[no-any-return]
+            return super(ConformerEncoder, self)._create_masks(  # type: ignore[misc, no-any-return]
                 att_context_size, padding_length, max_audio_length, offset, device
             )
 

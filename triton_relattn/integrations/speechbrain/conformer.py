@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from speechbrain.lobes.models.transformer import TransformerASR as transformer_asr
-from speechbrain.nnet import attention
 from torch import nn
 
 from ...positions import RelativePositions
@@ -23,7 +22,7 @@ LEFT = 5
 """The window of a comparison."""
 
 
-class RelPosMHAXL(InPlace, attention.RelPosMHAXL):
+class RelPosMHAXL(InPlace):
     """(q_i + u) . k_j + (q_i + v) . R[j - i], both over sqrt(embed_dim); R, a row per distance and head, projected sinusoids."""
 
     @staticmethod
@@ -128,7 +127,7 @@ FORWARD, ENCODE = (
 )
 
 
-class TransformerASR(PassesOn, transformer_asr.TransformerASR):
+class TransformerASR(PassesOn):
     """Model that passes causality and chunks to the attention of its Conformer, instead of a mask (T, T)."""
 
     @staticmethod
@@ -136,10 +135,10 @@ class TransformerASR(PassesOn, transformer_asr.TransformerASR):
         return module.attention_type == "RelPosMHAXL" and type(module.encoder).__name__ == "ConformerEncoder"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return FORWARD(self, *args, **kwargs) if self._is_enabled() else super().forward(*args, **kwargs)
+        return FORWARD(self, *args, **kwargs) if self._is_enabled() else super().forward(*args, **kwargs)  # type: ignore[misc]
 
     def encode(self, *args: Any, **kwargs: Any) -> Any:
-        return ENCODE(self, *args, **kwargs) if self._is_enabled() else super().encode(*args, **kwargs)
+        return ENCODE(self, *args, **kwargs) if self._is_enabled() else super().encode(*args, **kwargs)  # type: ignore[misc]
 
     def _is_enabled(self) -> bool:
         return not is_graph() and all(isinstance(layer.mha_layer, RelPosMHAXL) for layer in self.encoder.layers)

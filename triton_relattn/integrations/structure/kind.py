@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -11,13 +10,12 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from .. import replacement
 from ..comparison import Refused as Refused
 from ..comparison import Sample, cloned_arguments, described, model_dtype, run, values
 from ..in_place import FEWEST
 from ..in_place import padded as padded
 from ..operators import drop_probability, split_heads
-from ..replacement import ATTRIBUTE, Replacement
+from ..replacement import Replacement
 from ..shadow import copied, projections
 from .roles import MASK, argument_roles
 
@@ -113,15 +111,13 @@ class Kind:
         """Yield descriptions of the replacements for a module, and functions that return them. model: its shadow."""
         stock = type(module)
         for layout in cls.layouts(module):
-            yield f" (read as {layout})", lambda layout=layout: cls(stock, observed(cls, layout, model)).replacement()
+            yield f" (read as {layout})", lambda layout=layout: cls.replacement(stock, observed(cls, layout, model))  # type: ignore[misc]
 
-    def replacement(self) -> Replacement:
-        compute: Any = self.compute
-        return Replacement(self.stock, self, compute, dict(self.layout.arguments), mask=self.layout.argument(MASK) or "")
-
-    def replacing_class(self) -> type[nn.Module]:
-        """Return the class in place of the stock class."""
-        return enabled_class(type(self), self.stock, self.layout)  # type: ignore[arg-type]
+    @classmethod
+    def replacement(cls, stock: type[nn.Module], layout: Layout) -> Replacement:
+        """Return ours in place of a stock class with a layout."""
+        kind: Any = cls(stock, layout)
+        return Replacement(stock, kind, kind.compute, dict(layout.arguments), mask=layout.argument(MASK) or "")
 
     # Arguments of a comparison.
 
@@ -245,7 +241,7 @@ class Kind:
 def observed(kind: type[Kind], layout: Layout, model: Any) -> Layout:
     """Return a layout with what a shadow drops and returns; raise Refused if what it computes depends on calls before."""
     stock = type(model)
-    replacement = kind(stock, layout).replacement()
+    replacement = kind.replacement(stock, layout)
     sample = next(replacement.ours.samples(model, False))
     model, shapes, probabilities = copied(model), dict[str, torch.Size](), list[float]()
     dropouts = {name: child for name, child in model.named_children() if isinstance(child, nn.Dropout)}
@@ -282,42 +278,3 @@ def _state(model: nn.Module) -> dict[str, Any]:
         found |= {prefix + name: value for name, value in vars(module).items() if name not in OF_MODULES}
         found |= {prefix + name: buffer._version for name, buffer in module._buffers.items() if buffer is not None}
     return found
-
-
-@functools.cache
-def enabled_class(kind: type[Kind], stock: type[nn.Module], layout: Layout) -> type[nn.Module]:
-    """Return the class in place of a stock class with this layout: derived from it, and called as it is."""
-    ours = kind(stock, layout).replacement()
-
-    @functools.wraps(stock.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return ours.forward(self, args, kwargs)
-
-    def set_attribute(self: Any, name: str, value: Any) -> None:
-        replacement.set_attribute(stock, self, name, value)
-
-    def reduce(self: Any, protocol: Any) -> Any:
-        """As the stock class's, so that copies and files have the stock class, and what it takes to make ours of it."""
-        state = self.__getstate__() if hasattr(self, "__getstate__") else vars(self)
-        return _new_instance, (stock, kind, layout), state
-
-    attributes: dict[str, Any] = {
-        "__module__": stock.__module__,
-        "__qualname__": stock.__qualname__,
-        "__doc__": stock.__doc__,
-        "__setattr__": set_attribute,
-        "forward": forward,
-        ATTRIBUTE: ours,
-    }
-    if stock.__reduce_ex__ is object.__reduce_ex__ and stock.__reduce__ is object.__reduce__:
-        attributes["__reduce_ex__"] = reduce
-    metaclass: Any = type(stock)
-    found: type[nn.Module] = metaclass(stock.__name__, (nn.Module,), attributes)
-    found.__bases__ = (stock,)  # not from the start: a class of the user may keep a list of those derived from it
-    return found
-
-
-def _new_instance(stock: type[nn.Module], kind: type[Kind], layout: Layout) -> nn.Module:
-    """Return a module without attributes, for a copy or a file; its first calls are compared."""
-    found = enabled_class(kind, stock, layout)  # type: ignore[arg-type]
-    return found.__new__(found)

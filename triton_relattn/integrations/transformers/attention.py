@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -19,18 +19,11 @@ from .masks import COLLECTS, collects_weights
 class Attention(InPlace):
     """Mixin, in place of a class of transformers. While weights are collected, calls are the stock forward's."""
 
-    config: Any
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """Return an attribute of the stock class."""
-
     def serves(self) -> bool:  # type: ignore[override]
         return not wants_weights(self)
 
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
-        (width, _), *_ = projections(self).values()
+        (width, _), *_ = projections(self).values()  # type: ignore[arg-type]
         mask = masks.example(getattr(self, "config", None), batch, length, real)
         return {"hidden_states": torch.randn(batch, length, width), "attention_mask": mask}
 

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-try:
-    from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
-except ImportError:  # before transformers 5.2
-    from transformers.utils.generic import _CAN_RECORD_REGISTRY
+from typing import Any
 
 from ..compact import STOCK_READS
 from ..enable import enable_in
@@ -44,15 +39,8 @@ class Encoder(PassesOn):
 
     mask_function: str | None = PADDING_IF_THAT_IS_ALL
 
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """Return an attribute of the stock class."""
-
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # transformers looks up by class what output_hidden_states and the like may record, and enters it when a model is built.
-        dict.__setitem__(_CAN_RECORD_REGISTRY, str(cls), getattr(cls, "_can_record_outputs", None))
         if "stock_class" in vars(cls):
             cls.forward = with_weights(cls.forward)  # type: ignore[attr-defined]
 
@@ -69,18 +57,3 @@ class Encoder(PassesOn):
     def on_disable(self: Any) -> None:
         if self.mask_function and hasattr(self, "config"):
             self.config = getattr(self.config, "stock", self.config)  # unless it was replaced meanwhile
-
-    @classmethod
-    def is_custom_code(cls) -> bool:
-        """Return False, as the stock class does: weights are saved and loaded under the names of published checkpoints."""
-        return False
-
-    @classmethod
-    def _can_set_attn_implementation(cls: Any) -> bool:
-        """Return what the stock class does, which looks into its source file."""
-        return cls.stock_class._can_set_attn_implementation()  # type: ignore[no-any-return]
-
-    @classmethod
-    def _can_set_experts_implementation(cls: Any) -> bool:
-        """Return what the stock class does, which looks into its source file."""
-        return cls.stock_class._can_set_experts_implementation()  # type: ignore[no-any-return]

@@ -1,17 +1,10 @@
-"""The families of models that :func:`enable` knows, their stock classes that are replaced, and the class in place of each.
-
-A class is derived from one of ours and the stock class when it is first asked for. Pickle finds it by its name here,
-``families.t5_T5Attention``.
-"""
+"""The families of models that :func:`enable` knows, their stock classes that are replaced, and ours in place of each."""
 
 from __future__ import annotations
 
-import functools
-import importlib
 from typing import NamedTuple
 
 from ..libraries import Library, Source
-from ..structure.kind import Kind
 
 
 class Family(NamedTuple):
@@ -149,38 +142,18 @@ CLASSES = {
 }
 """By our class, ``module.Class`` in this folder, the stock classes in whose place it is, ``folder.Class`` of transformers."""
 
-OURS = {stock.replace(".", "_"): (ours, stock) for ours, classes in CLASSES.items() for stock in classes.split()}
-
-
-def _classes(folder: str) -> dict[str, str]:
-    """Return the stock classes of a model's folder, each with ours."""
-    stock_classes = (stock.split(".") for _, stock in OURS.values())
-    return {name: f"families.{found}_{name}" for found, name in stock_classes if found == folder}
-
-
+STOCK_CLASSES = tuple((*stock.split("."), ours) for ours, classes in CLASSES.items() for stock in classes.split())
+"""Folder, stock class, ours."""
 SOURCES = tuple(
     Source(
         f"transformers.models.{family.folder}.modeling_{family.folder}",
         f"{family.name}: {family.adds}",
-        _classes(family.folder),
+        {name: ours for folder, name, ours in STOCK_CLASSES if folder == family.folder},
     )
     for family in FAMILIES
     if family.inside is None
 )
 LIBRARY = Library("transformers", __package__, SOURCES, oldest="5.0")
-
-
-@functools.cache
-def __getattr__(name: str) -> type:
-    """Make the class in place of a stock class when it is first asked for."""
-    if name not in OURS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    ours, stock = (path.split(".") for path in OURS[name])
-    base = getattr(importlib.import_module(f".{ours[0]}", __package__), ours[1])
-    if issubclass(base, Kind):
-        return base
-    stock_class = getattr(importlib.import_module(f"transformers.models.{stock[0]}.modeling_{stock[0]}"), stock[1])
-    return type(stock[1], (base, stock_class), {"__module__": __name__, "__qualname__": name, "__doc__": base.__doc__})
 
 
 def supported_families() -> tuple[Family, ...]:

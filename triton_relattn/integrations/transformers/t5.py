@@ -112,8 +112,7 @@ class BucketedAttention(Attention):
         states = torch.randn(batch, length, self.d_model if hasattr(self, "d_model") else self.hidden_size)
         mask = masks.example(getattr(self, "config", None), batch, length, real, is_causal=sees_the_past(self))
         given = {"hidden_states": states, self.mask_name: mask}
-        stock_class: Any = type(self).__bases__[-1]
-        if "cache_position" in inspect.signature(stock_class.forward).parameters:  # before transformers 5.4
+        if "cache_position" in inspect.signature(type(self).forward).parameters:  # before transformers 5.4
             given["cache_position"] = torch.arange(length)
         if self.takes_bias and not self.has_relative_attention_bias:
             table = torch.randn(self.n_heads, self.positions().num_rows)
@@ -123,7 +122,7 @@ class BucketedAttention(Attention):
 
 def adds_mask_to_bias(module: Any) -> bool:
     """Return whether stock layers pass on biases to which the mask is added, and no weights: before transformers 5.21."""
-    return not hasattr(sys.modules[type(module).__bases__[-1].__module__], "eager_attention_forward")
+    return not hasattr(sys.modules[type(module).__module__], "eager_attention_forward")
 
 
 def sees_the_past(module: Any, others: Any = None) -> bool:
@@ -176,7 +175,7 @@ class LocalAttention(Attention):
         """hidden_states (B, N, C), position_bias (H, R), mask bool (B, 1, blocks, size, 3 * size)."""
         passed_on, positions = position_bias, self.positions()
         if position_bias is None and self.has_relative_attention_bias:
-            position_bias = BucketedAttention.bias_table(self, hidden_states.device)
+            position_bias = BucketedAttention.bias_table(self, hidden_states.device)  # type: ignore[arg-type]
             passed_on = self.small_bias(position_bias, mask)
         real = mask[:, 0].diagonal(self.block_len, dim1=-2, dim2=-1).flatten(1)  # a frame that is not padding sees itself
         out: Any = fused_relative_attention(

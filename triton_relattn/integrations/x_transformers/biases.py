@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch.nn.functional import pad, softmax
-from x_transformers import attend, x_transformers
+from x_transformers import attend
 
 from ... import tables
 from ...positions import RelativePositions
@@ -72,7 +72,7 @@ class DistanceBias(InPlace):
         return {"i": length, "j": length}
 
 
-class RelativePositionBias(DistanceBias, x_transformers.RelativePositionBias):
+class RelativePositionBias(DistanceBias):
     """T5's: b[bucket(j - i)], scaled; beyond the largest distance all have one bucket."""
 
     def forward(self, i: int, j: int) -> Bias:
@@ -84,7 +84,7 @@ class RelativePositionBias(DistanceBias, x_transformers.RelativePositionBias):
         return Bias(i, j, rel_bias=rel_bias, positions=positions)
 
 
-class DynamicPositionBias(DistanceBias, x_transformers.DynamicPositionBias):
+class DynamicPositionBias(DistanceBias):
     """b[j - i], an MLP of the distance i - j or of its logarithm."""
 
     def forward(self, i: int, j: int) -> Bias:
@@ -97,7 +97,7 @@ class DynamicPositionBias(DistanceBias, x_transformers.DynamicPositionBias):
         return Bias(i, j, rel_bias=features.T, positions=RelativePositions(1 - j, j - 1))
 
 
-class AlibiPositionalBias(DistanceBias, x_transformers.AlibiPositionalBias):
+class AlibiPositionalBias(DistanceBias):
     """ALiBi: -slope |j - i| in the first heads, nothing in others."""
 
     def forward(self, i: int, j: int) -> Bias:
@@ -110,7 +110,7 @@ class AlibiPositionalBias(DistanceBias, x_transformers.AlibiPositionalBias):
         self.bias = None  # the largest one up to now
 
 
-class RelativeProjPositionalBias(InPlace, x_transformers.RelativeProjPositionalBias):
+class RelativeProjPositionalBias(InPlace):
     """Inkling's: p_i . W[i - j] for distances in a window of the past, not scaled; p is a projection of the input."""
 
     def forward(self, x: torch.Tensor, seq_len_k: int | None = None) -> Bias:
@@ -153,7 +153,7 @@ for name in ("qk_similarities", "pre_softmax_attn", "post_softmax_attn"):
     setattr(Intermediates, name, _made(name))
 
 
-class Attend(InPlace, attend.Attend):
+class Attend(InPlace):
     """softmax((q . k) scale + bias) v with a bias by distance; all else is stock attention."""
 
     def forward(
