@@ -17,8 +17,7 @@ from transformers.models.falcon.modeling_falcon import build_alibi_tensor
 from ..compact import Compact
 from ..operators import drop_probability, join_heads, split_heads
 from . import masks
-from .attention import Attention, causal_attention, update_cache
-from .encoder import Encoder
+from .base import Attention, Encoder, causal_attention, update_cache
 
 
 class AlibiAttention(Attention):

@@ -12,8 +12,7 @@ from ..calls import is_graph
 from ..compact import Compact
 from ..masks import ChunkedWindow
 from ..operators import folded, fused_relative_attention, join_heads, split_heads
-from .attention import Attention, additive_mask, attend_evenly, sees_a_key
-from .encoder import Encoder
+from .base import Attention, Encoder, additive_mask, attend_evenly, sees_a_key
 
 
 class ConformerAttention(Attention):

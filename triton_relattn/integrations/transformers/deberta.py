@@ -13,8 +13,7 @@ from ...positions import RelativePositions
 from ..calls import is_graph
 from ..compact import Compact, is_small
 from ..operators import drop_probability, fused_relative_attention, join_heads, split_heads
-from .attention import Attention
-from .encoder import Encoder
+from .base import Attention, Encoder
 
 LONGEST = 520
 """Positions that are compared at most."""

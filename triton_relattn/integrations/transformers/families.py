@@ -97,7 +97,7 @@ CLASSES = {
     "deberta.DisentangledAttention": "deberta_v2.DisentangledSelfAttention",
     "deberta.DisentangledEncoder": "deberta_v2.DebertaV2Encoder sew_d.SEWDTransformerEncoder",
     "deberta.SewDAttention": "sew_d.DisentangledSelfAttention",
-    "encoder.Encoder": "inkling.InklingTextModel mpnet.MPNetModel speecht5.SpeechT5Encoder vits.VitsEncoder "
+    "base.Encoder": "inkling.InklingTextModel mpnet.MPNetModel speecht5.SpeechT5Encoder vits.VitsEncoder "
     "t5.T5Stack mt5.MT5Stack umt5.UMT5Stack longt5.LongT5Stack pop2piano.Pop2PianoStack pix2struct.Pix2StructTextModel "
     "switch_transformers.SwitchTransformersStack wav2vec2_bert.Wav2Vec2BertEncoder wav2vec2_bert.Wav2Vec2BertAdapterLayer "
     "wav2vec2_conformer.Wav2Vec2ConformerEncoder seamless_m4t.SeamlessM4TConformerEncoder "

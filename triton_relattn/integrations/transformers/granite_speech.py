@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import pad
 
 from ..operators import fused_relative_attention, join_heads, split_heads
-from .attention import ChunkedAttention, query_key_value
+from .base import ChunkedAttention, query_key_value
 
 
 def split_blocks(states: torch.Tensor, size: int) -> torch.Tensor:

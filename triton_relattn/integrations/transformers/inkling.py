@@ -14,8 +14,7 @@ from ...positions import RelativePositions
 from ..libraries import argument_name
 from ..operators import join_heads, split_heads
 from . import masks
-from .attention import Attention, causal_attention, first_position, hides_future, update_cache
-from .encoder import Encoder
+from .base import Attention, Encoder, causal_attention, first_position, hides_future, update_cache
 
 CACHE = argument_name(stock.InklingShortConvolution.forward, "cache")
 

@@ -15,8 +15,7 @@ from ..calls import is_graph
 from ..compact import Compact
 from ..libraries import argument_name, with_globals
 from ..operators import join_heads
-from .attention import Attention
-from .encoder import Encoder
+from .base import Attention, Encoder
 from .inkling import attend, example
 
 CACHE = argument_name(stock.Inkling2ShortConvolution.forward, "cache")

@@ -11,7 +11,7 @@ import torch
 from ..in_place import InPlace
 from ..structure.grid import DecomposedPositions
 from ..structure.transformer_xl import ProjectedPositions
-from .attention import wants_weights
+from .base import wants_weights
 
 
 class KindOfTransformers:

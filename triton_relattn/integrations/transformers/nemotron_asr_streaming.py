@@ -16,8 +16,7 @@ from ..libraries import argument_name
 from ..masks import ChunkedWindow
 from ..operators import attend, join_heads, split_heads
 from ..replacement import PassesOn
-from .attention import Attention, first_position, query_key_value, sees_a_key
-from .encoder import Encoder
+from .base import Attention, Encoder, first_position, query_key_value, sees_a_key
 from .masks import PADDING
 
 CACHE = argument_name(stock.NemotronAsrStreamingEncoderBlock.forward, "cache")

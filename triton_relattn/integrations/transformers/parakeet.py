@@ -20,8 +20,7 @@ from ...positions import RelativePositions
 from ..calls import is_graph
 from ..compact import Compact, is_small
 from ..operators import attend, join_heads, split_heads
-from .attention import Attention, attend_evenly, query_key_value
-from .encoder import Encoder
+from .base import Attention, Encoder, attend_evenly, query_key_value
 from .masks import Padding
 
 

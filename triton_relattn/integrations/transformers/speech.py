@@ -9,8 +9,7 @@ import torch
 from ...positions import RelativePositions
 from ..compact import Compact, rows
 from ..operators import fused_relative_attention, join_heads, split_heads
-from .attention import Attention, additive_mask, query_key_value
-from .encoder import Encoder
+from .base import Attention, Encoder, additive_mask, query_key_value
 
 
 class VitsAttention(Attention):

@@ -19,8 +19,7 @@ from ..calls import is_graph
 from ..compact import Compact, rows, to_dense
 from ..operators import drop_probability, fused_relative_attention, join_heads, split_heads
 from . import masks
-from .attention import Attention, additive_mask, causal_attention, first_position, hides_future
-from .encoder import Encoder
+from .base import Attention, Encoder, additive_mask, causal_attention, first_position, hides_future
 
 LONGEST = 500
 """Positions that are compared at most."""
