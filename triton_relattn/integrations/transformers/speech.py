@@ -12,7 +12,20 @@ from ..operators import fused_relative_attention, join_heads, split_heads
 from .base import Attention, Encoder, additive_mask, query_key_value
 
 
-class VitsAttention(Attention):
+class SpeechAttention(Attention):
+    def attend(self, hidden_states: torch.Tensor, attn_mask: torch.Tensor | None, **term: Any) -> torch.Tensor:
+        """Return the projected attention of states (B, N, C); term: arguments of the operator."""
+        out: Any = fused_relative_attention(
+            *query_key_value(self, hidden_states),
+            attn_mask=attn_mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            scale=self.scaling,
+            **term,
+        )
+        return self.out_proj(join_heads(out))  # type: ignore[no-any-return]
+
+
+class VitsAttention(SpeechAttention):
     """q_i . E[j - i], scaled as q_i . k_j, and values v_j + A[j - i]; both tables end at the window, zero beyond it."""
 
     def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None) -> tuple[torch.Tensor, None]:
@@ -21,17 +34,10 @@ class VitsAttention(Attention):
         if self.window_size:
             term = {"rel_key": self.emb_rel_k[0], "rel_value": self.emb_rel_v[0]}
             term["positions"] = RelativePositions(-self.window_size, self.window_size, outside="zero")
-        out: Any = fused_relative_attention(
-            *query_key_value(self, hidden_states),
-            attn_mask=additive_mask(attention_mask, hidden_states.dtype),
-            dropout_p=self.dropout if self.training else 0.0,
-            scale=self.scaling,
-            **term,
-        )
-        return self.out_proj(join_heads(out)), None
+        return self.attend(hidden_states, additive_mask(attention_mask, hidden_states.dtype), **term), None
 
 
-class SpeechT5Attention(Attention):
+class SpeechT5Attention(SpeechAttention):
     """(q_i . k_j + q_i . E[j - i]), scaled, distances clipped; E (R, D) of the encoder, for all layers and heads."""
 
     small = ("position_bias",)
@@ -48,15 +54,9 @@ class SpeechT5Attention(Attention):
         position_bias: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, None]:
         """hidden_states (B, N, C), position_bias (R, D), where the stock encoder has (N, N, D)."""
-        out: Any = fused_relative_attention(
-            *query_key_value(self, hidden_states),
-            rel_key=position_bias,
-            positions=None if position_bias is None else clipped_positions(position_bias),
-            attn_mask=additive_mask(attention_mask, hidden_states.dtype),
-            dropout_p=self.dropout if self.training else 0.0,
-            scale=self.scaling,
-        )
-        return self.out_proj(join_heads(out)), None
+        positions = None if position_bias is None else clipped_positions(position_bias)
+        mask = additive_mask(attention_mask, hidden_states.dtype)
+        return self.attend(hidden_states, mask, rel_key=position_bias, positions=positions), None
 
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
         table = small_table(torch.randn(20, self.head_dim), length)
@@ -88,7 +88,7 @@ class RelativePositionalEncoding(Attention):
         return {"hidden_states": torch.randn(batch, length, self.dim)}
 
 
-class WavLMAttention(Attention):
+class WavLMAttention(SpeechAttention):
     """q_i . k_j, scaled, + gate_i * b[bucket(j - i)]: a gate per query and head. The first layer passes b on."""
 
     small = ("position_bias",)
@@ -108,17 +108,10 @@ class WavLMAttention(Attention):
             buckets = self._relative_positions_bucket(distances)  # whose rounding is not T5's
             position_bias = self.rel_attn_embed(buckets).T
             passed_on = wavlm_bias(position_bias, hidden_states)
-        out: Any = fused_relative_attention(
-            *query_key_value(self, hidden_states),
-            position_bias[..., None],
-            rel_query=self.gate(hidden_states),
-            positions=RelativePositions.centred(position_bias.shape[1]),  # end rows: from max_distance on
-            rel_scale=1.0,
-            attn_mask=None if attention_mask is None else attention_mask.eq(1)[:, None, None, :],
-            dropout_p=self.dropout if self.training else 0.0,
-            scale=self.scaling,
-        )
-        return self.out_proj(join_heads(out)), None, passed_on
+        term: dict[str, Any] = {"rel_key": position_bias[..., None], "rel_query": self.gate(hidden_states), "rel_scale": 1.0}
+        positions = RelativePositions.centred(position_bias.shape[1])  # end rows: from max_distance on
+        mask = None if attention_mask is None else attention_mask.eq(1)[:, None, None, :]
+        return self.attend(hidden_states, mask, positions=positions, **term), None, passed_on
 
     def gate(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the gate of each query and head, (B, H, N, 1)."""
