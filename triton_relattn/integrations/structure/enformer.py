@@ -6,7 +6,7 @@ et al., "Predicting RNA-seq coverage from DNA sequence as a unifying model of ge
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -44,15 +44,12 @@ class DistanceFeatures(Kind):
     """
 
     title = "Transformer-XL's terms of features of the distance (Enformer, Borzoi)"
+    meanings = ()
 
     @classmethod
     def read(cls, module: nn.Module) -> Reading | None:
         parts = transformer_xl_roles(module)
         return (parts[0], {"width": (parts[1][-1],)}) if parts is not None and len(parts[1]) == 4 else None
-
-    @classmethod
-    def arguments(cls, forward: Any) -> Iterator[dict[str, str]]:
-        return (arguments for arguments in super().arguments(forward) if set(arguments.values()) == {"states"})
 
     def sizes(self, module: Any) -> Iterable[tuple[int, int]]:
         return ((1, 1536),) if getattr(module, "use_tf_gamma", False) else ((2, 11), (2, 5), (2, 23))

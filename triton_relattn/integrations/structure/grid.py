@@ -29,6 +29,7 @@ class DecomposedPositions(Kind):
 
     title = "decomposed positions on a grid (SAM)"
     fewest = 1 << 22
+    meanings = ()
 
     @classmethod
     def read(cls, module: nn.Module) -> Reading | None:
@@ -46,10 +47,6 @@ class DecomposedPositions(Kind):
         norms = tuple(name if hasattr(module, name) else None for name in ("q_norm", "k_norm"))
         roles: Any = {"qkv": joint[0], "out": next(name for name in sizes if name != joint[0]), **axes}
         return roles, {"width": (width,), "norms": (norms,)}
-
-    @classmethod
-    def arguments(cls, forward: Any) -> Iterator[dict[str, str]]:
-        return (arguments for arguments in super().arguments(forward) if set(arguments.values()) == {"states"})
 
     def samples(self, module: Any, is_light: bool) -> Iterator[Sample]:
         own = tuple(min((len(self.part(module, role)) + 1) // 2, 14) for role in AXES)

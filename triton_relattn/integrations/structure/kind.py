@@ -70,7 +70,7 @@ class Kind:
     state_roles: ClassVar[tuple[str, ...]] = ("states",)
     """The roles of the first arguments."""
     meanings: ClassVar[tuple[str, ...]] = (SHOWN, HIDDEN)
-    """What a mask may mean."""
+    """What a mask may mean; none: a forward with a mask is of another kind."""
     mask_dims: ClassVar[int] = 2
     """The dimensions of a mask of padding, (B, N), (B, 1, N) or (B, 1, 1, N)."""
     fewest = FEWEST
@@ -89,7 +89,9 @@ class Kind:
     @classmethod
     def arguments(cls, forward: Any) -> Iterator[dict[str, str]]:
         """Yield the roles that a forward's arguments may have."""
-        yield from argument_roles(forward, cls.state_roles)
+        for roles in argument_roles(forward, cls.state_roles):
+            if cls.meanings or set(roles.values()) == set(cls.state_roles):
+                yield roles
 
     @classmethod
     def layouts(cls, module: nn.Module) -> Iterator[Layout]:
@@ -100,7 +102,7 @@ class Kind:
         role = next(role for role in ("query", "qkv", "out") if role in roles)
         channels, projected = projections(module)[roles[role]]
         for arguments in cls.arguments(type(module).forward):
-            meanings = cls.meanings if MASK in arguments.values() else cls.meanings[:1]
+            meanings = cls.meanings if MASK in arguments.values() else (None,)
             for chosen in itertools.product(*choices.values(), meanings):
                 options = dict(zip([*choices, MASK], chosen, strict=True))
                 heads = projected // options["width"] // (3 if role == "qkv" else 1)
