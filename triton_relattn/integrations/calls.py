@@ -65,9 +65,6 @@ class Calls:
         if not self.running:
             self.counts.clear()
 
-    def __deepcopy__(self, memo: Any) -> Calls:
-        return Calls(self.is_checked)
-
     def __reduce__(self) -> Any:
         return Calls, (self.is_checked,)
 

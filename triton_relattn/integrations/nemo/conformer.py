@@ -54,33 +54,23 @@ class RelPositionMultiHeadAttention(InPlace):
             query, key, value = (states.to(torch.float32) for states in (query, key, value))
         with attention.avoid_float16_autocast_context():
             query, key, value = self.forward_qkv(query, key, value)
-            out = self.linear_out(join_heads(self._attend(query, key, value, pos_emb, mask)))
+            queries, keys = query.shape[2], key.shape[2]
+            # Row 0 is of the most distant past: stock attention shifts query i's row for key j to j - i + Nq - 1.
+            first, last = 1 - keys, pos_emb.shape[1] - keys
+            if isinstance(mask, Mask):  # of the rows only those of distances in the window are projected
+                left, right = mask.window
+                nearest = first if left < 0 else max(first, -left)
+                last = last if right < 0 else min(last, right)
+                pos_emb, first = pos_emb[:, nearest - first : last - first + 1], nearest
+            operator = module_attention(self, pos_emb, RelativePositions(first, last, "error"))
+            if isinstance(mask, Mask):
+                out = mask.attend(operator, query, key, value)
+                out = out.masked_fill(mask.padding(queries, out.device)[:, None, :, None], 0.0)
+            else:
+                visible = None if mask is None else ~mask[:, None]
+                out = operator(query, key, value, attn_mask=visible, query_offset=keys - queries)
+            out = self.linear_out(join_heads(out))
         return out if cache is None else (out, cache)
-
-    def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        pos_emb: torch.Tensor,
-        mask: torch.Tensor | Mask | None,
-    ) -> torch.Tensor:
-        """Return the attention of states (B, H, N, D)."""
-        queries, keys = query.shape[2], key.shape[2]
-        # Row 0 is of the most distant past: stock attention shifts query i's row for key j to j - i + Nq - 1.
-        first, last = 1 - keys, pos_emb.shape[1] - keys
-        rows = slice(None)
-        if isinstance(mask, Mask):
-            left, right = mask.window
-            nearest = first if left < 0 else max(first, -left)
-            last = last if right < 0 else min(last, right)
-            rows, first = slice(nearest - first, last - first + 1), nearest
-        operator = module_attention(self, pos_emb[:, rows], RelativePositions(first, last, "error"))
-        if not isinstance(mask, Mask):
-            visible = None if mask is None else ~mask[:, None]
-            return operator(query, key, value, attn_mask=visible, query_offset=keys - queries)
-        out = mask.attend(operator, query, key, value)
-        return out.masked_fill(mask.padding(queries, out.device)[:, None, :, None], 0.0)
 
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
         states = torch.randn(batch, length, self.linear_q.in_features)
