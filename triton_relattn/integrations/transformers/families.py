@@ -89,6 +89,11 @@ CLASSES = {
     "alibi.FalconModel": "falcon.FalconModel",
     "alibi.MptAttention": "mpt.MptAttention",
     "alibi.MptModel": "mpt.MptModel",
+    "base.Encoder": "inkling.InklingTextModel mpnet.MPNetModel speecht5.SpeechT5Encoder vits.VitsEncoder "
+    "t5.T5Stack mt5.MT5Stack umt5.UMT5Stack longt5.LongT5Stack pop2piano.Pop2PianoStack pix2struct.Pix2StructTextModel "
+    "switch_transformers.SwitchTransformersStack wav2vec2_bert.Wav2Vec2BertEncoder wav2vec2_bert.Wav2Vec2BertAdapterLayer "
+    "wav2vec2_conformer.Wav2Vec2ConformerEncoder seamless_m4t.SeamlessM4TConformerEncoder "
+    "seamless_m4t.SeamlessM4TConformerAdapterLayer seamless_m4t_v2.SeamlessM4Tv2ConformerAdapterLayer",
     "conformer.ConformerAttention": "wav2vec2_bert.Wav2Vec2BertSelfAttention wav2vec2_conformer.Wav2Vec2ConformerSelfAttention "
     "seamless_m4t.SeamlessM4TConformerSelfAttention seamless_m4t_v2.SeamlessM4Tv2ConformerSelfAttention",
     "conformer.SeamlessM4Tv2Encoder": "seamless_m4t_v2.SeamlessM4Tv2ConformerEncoder",
@@ -97,11 +102,6 @@ CLASSES = {
     "deberta.DisentangledAttention": "deberta_v2.DisentangledSelfAttention",
     "deberta.DisentangledEncoder": "deberta_v2.DebertaV2Encoder sew_d.SEWDTransformerEncoder",
     "deberta.SewDAttention": "sew_d.DisentangledSelfAttention",
-    "base.Encoder": "inkling.InklingTextModel mpnet.MPNetModel speecht5.SpeechT5Encoder vits.VitsEncoder "
-    "t5.T5Stack mt5.MT5Stack umt5.UMT5Stack longt5.LongT5Stack pop2piano.Pop2PianoStack pix2struct.Pix2StructTextModel "
-    "switch_transformers.SwitchTransformersStack wav2vec2_bert.Wav2Vec2BertEncoder wav2vec2_bert.Wav2Vec2BertAdapterLayer "
-    "wav2vec2_conformer.Wav2Vec2ConformerEncoder seamless_m4t.SeamlessM4TConformerEncoder "
-    "seamless_m4t.SeamlessM4TConformerAdapterLayer seamless_m4t_v2.SeamlessM4Tv2ConformerAdapterLayer",
     "gemma.Gemma3nAudioAttention": "gemma3n.Gemma3nAudioAttention",
     "gemma.Gemma4AudioAttention": "gemma4.Gemma4AudioAttention",
     "gemma.Gemma4AudioModel": "gemma4.Gemma4AudioModel",
@@ -143,7 +143,6 @@ CLASSES = {
 """By our class, ``module.Class`` in this folder, the stock classes in whose place it is, ``folder.Class`` of transformers."""
 
 STOCK_CLASSES = tuple((*stock.split("."), ours) for ours, classes in CLASSES.items() for stock in classes.split())
-"""Folder, stock class, ours."""
 SOURCES = tuple(
     Source(
         f"transformers.models.{family.folder}.modeling_{family.folder}",

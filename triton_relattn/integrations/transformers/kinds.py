@@ -17,7 +17,7 @@ from .base import wants_weights
 class KindOfTransformers:
     """Mixin of kinds that stand for classes of transformers."""
 
-    fewest = property(lambda self: InPlace.fewest)
+    fewest = property(lambda self: InPlace.fewest)  # as of the other classes of transformers, also on a grid
 
     def serves(self, module: Any, **given: Any) -> bool:
         return not wants_weights(module) and super().serves(module, **given)  # type: ignore[misc]
