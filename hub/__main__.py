@@ -30,6 +30,7 @@ LEFT_OUT = (
     "plots.py",
     "__main__.py",
     "transformers",
+    "espnet",
     "nemo",
     "speechbrain",
     "x_transformers",
@@ -105,10 +106,6 @@ def copy_sources(folder: Path) -> None:
         if path.suffix != ".md" and not set(path.parts) & set(LEFT_OUT):
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / name, folder / path)
-    for path in (folder / "integrations" / "espnet").glob("*.py"):
-        if path.name != "attention.py":
-            path.unlink()
-    (folder / "integrations" / "espnet" / "__init__.py").write_text('"""Attention of Conformers as ESPnet has it."""\n')
     for name in ("enable.py", "report.py"):
         (folder / "integrations" / name).unlink()
     (folder / "layers.py").write_text((FILES / "layers.py").read_text())

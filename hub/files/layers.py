@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .integrations.espnet.attention import attend
-from .integrations.operators import join_heads
+from .integrations.operators import join_heads, module_attention
+from .positions import RelativePositions
 
 __all__ = ["RelPositionMultiHeadedAttention"]
 
@@ -27,5 +27,13 @@ class RelPositionMultiHeadedAttention(nn.Module):
     ) -> torch.Tensor:
         """query (B, Nq, C), key and value (B, Nk, C), pos_emb (1, 2Nk - 1, C), mask (B, 1 or Nq, Nk), 0 of what is hidden."""
         query, key, value = self.forward_qkv(query, key, value)
-        out: torch.Tensor = self.linear_out(join_heads(attend(self, query, key, value, pos_emb, mask)))
+        # Row 0 is of the most distant past. With zero_triu keys in the future have no term of positions.
+        first, last = 1 - query.shape[2], pos_emb.shape[1] - query.shape[2]
+        positions = RelativePositions(first, last, "error")
+        if getattr(self, "zero_triu", False):
+            last = key.shape[2] - query.shape[2]
+            positions = RelativePositions(first, last, "zero")
+        attend = module_attention(self, pos_emb[:, : last - first + 1], positions)
+        visible = None if mask is None else mask[:, None].ne(0)
+        out: torch.Tensor = self.linear_out(join_heads(attend(query, key, value, attn_mask=visible)))
         return out

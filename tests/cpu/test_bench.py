@@ -240,12 +240,12 @@ def test_a_model_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp
     """One row too far to the past, and sdpa that is missing."""
     pytest.importorskip("transformers")
     from triton_relattn.integrations import enable
-    from triton_relattn.integrations.transformers import vits
+    from triton_relattn.integrations.transformers import speech
 
     def shifted(first: int, last: int, outside: Any) -> RelativePositions:
         return RelativePositions(first - 1, last - 1, outside=outside)
 
-    monkeypatch.setattr(vits, "RelativePositions", shifted)
+    monkeypatch.setattr(speech, "RelativePositions", shifted)
     monkeypatch.setattr(enable, "compare", lambda module, ours, *_: (next(ours.candidates(module, module))[1](), 0.0))
     monkeypatch.setattr(models, "in_own_process", lambda work, arguments, timeout: work(*arguments))
     path = tmp_path / "models.csv"

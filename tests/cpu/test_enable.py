@@ -44,9 +44,9 @@ SUBJECTS = ("wav2vec2_bert", "inkling", "parakeet", "t5", "toy")
 every_subject = pytest.mark.parametrize("name", SUBJECTS)
 
 
-def classes(model: nn.Module) -> list[tuple[str, str]]:
-    """The names of all modules and of their classes; names, since some classes are made when a model is enabled."""
-    return [(name, f"{type(each).__module__}.{type(each).__qualname__}") for name, each in model.named_modules()]
+def classes(model: nn.Module) -> list[tuple[str, type]]:
+    """The names of all modules, and their classes."""
+    return [(name, type(each)) for name, each in model.named_modules()]
 
 
 def configs(model: nn.Module) -> list[Any]:

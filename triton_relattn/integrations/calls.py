@@ -1,9 +1,8 @@
 """The user's own calls of enabled modules: in some of them the stock forward runs beside ours, and both are compared.
 
-Compared are the first call of each kind (arguments given, dtypes, mode, the power of two that lengths are below), then the
-second, the fourth, the eighth, and the first ones after an attribute or a buffer of the module was changed. All that is compared
-runs on copies of the arguments and on shadows of the module, without gradients and without dropout of attention weights, before
-the call itself. If they differ the module gets its stock class back for good, and that call is the stock forward's.
+Compared are the first call of each kind, the second, the fourth, the eighth, and the first ones after an attribute or a buffer of
+the module was changed, on copies, without gradients and without dropout of attention weights. If they differ the module gets its
+stock class back for good, and that call is the stock forward's.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from .compact import Compact, has_dense, to_dense
 from .comparison import SCRIPTED_LIMIT, dropped_otherwise, first_line, is_scripted, run, values
 from .isolation import random_state_restored
-from .shadow import shadow
+from .shadow import copied_tensor, shadow
 
 if TYPE_CHECKING:
     from .replacement import Replacement
@@ -52,10 +51,7 @@ class Compared:
 
 
 class Calls:
-    """How many calls of each kind a module has had, which decides whether the next one is compared.
-
-    is_checked: whether calls are compared. name: of the module. compared: of all modules that were enabled together.
-    """
+    """How many calls of each kind a module has had, and whether the next one is compared; compared: of all that were enabled."""
 
     def __init__(self, is_checked: bool = True, name: str = "", compared: Compared | None = None) -> None:
         self.is_checked, self.name, self.compared = is_checked, name, compared or Compared()
@@ -68,9 +64,6 @@ class Calls:
         """Compare the next calls, whatever their kinds: an attribute of the module was set, not by its own forward."""
         if not self.running:
             self.counts.clear()
-
-    def __deepcopy__(self, memo: Any) -> Calls:
-        return Calls(self.is_checked)
 
     def __reduce__(self) -> Any:
         return Calls, (self.is_checked,)
@@ -100,18 +93,14 @@ def record(module: nn.Module) -> Calls:
 
 
 def is_graph() -> bool:
-    """Return whether a graph of the call is made for others to run (torch.export, ONNX, torch.jit.trace): it is to have the
-    stock forward."""
+    """Return whether a graph of the call is made (torch.export, ONNX, torch.jit.trace), which has the stock forward."""
     if torch.compiler.is_compiling():
         return torch.compiler.is_exporting()
     return bool(torch.jit.is_tracing() or torch.onnx.is_in_onnx_export())
 
 
 def compare_call(replacement: Replacement, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pairs: int) -> str:
-    """Compare a call, if it is due; return how ours differs from the stock forward, nothing if ours is to compute it.
-
-    pairs: the number of scores.
-    """
+    """Compare a call with so many pairs, if it is due; return how ours differs from the stock forward, nothing if it does not."""
     calls = record(module)
     if not calls.is_checked or not calls.is_due(_call_key(module, args, kwargs), module):
         return ""
@@ -172,7 +161,7 @@ def _difference(replacement: Replacement, module: Any, args: tuple[Any, ...], kw
     arguments = replacement.bind(args, kwargs)
 
     def run_copy(is_ours: bool, exact: torch.dtype | None = None) -> tuple[Any, list[float]]:
-        model = shadow(module, lambda tensor: _duplicate(tensor, exact))
+        model = shadow(module, lambda tensor: copied_tensor(tensor, exact))
         replacement.ours.without_dropout(model)
         # What layers pass on in a small form is as exact as in its dense one, which the stock forward has in each run.
         given = {
@@ -201,7 +190,11 @@ def _difference(replacement: Replacement, module: Any, args: tuple[Any, ...], kw
             continue  # attention weights, which ours does not compute
         if our_out.shape != stock_out.shape:
             return f"output {number} has the shape {tuple(our_out.shape)}, stock {tuple(stock_out.shape)}"
-        stock_error, our_error, size = _errors(stock_out, our_out, exact_out, counts if number == 1 else None)
+        exact_out = exact_out.double()
+        is_counted = exact_out.isfinite() if counts is None or number > 1 else exact_out.isfinite() & counts
+        errors = [((out.double() - exact_out).abs().where(is_counted, 0.0)).max().item() for out in (stock_out, our_out)]
+        stock_error, our_error = errors[0] if math.isfinite(errors[0]) else 0.0, errors[1]
+        size = exact_out.abs().where(is_counted, 0.0).max().item()
         smallest = SCRIPTED_LIMIT if is_scripted(replacement.stock) else SMALLEST.get(stock_out.dtype, 2.0**-16)
         allowed = max(FACTOR * stock_error, smallest * size)
         if not our_error <= allowed:
@@ -210,25 +203,8 @@ def _difference(replacement: Replacement, module: Any, args: tuple[Any, ...], kw
     return ""
 
 
-def _errors(
-    stock: torch.Tensor, ours: torch.Tensor, exact: torch.Tensor, counts: torch.Tensor | None
-) -> tuple[float, float, float]:
-    """Return the largest errors of both, and the largest number, where the exact result is finite."""
-    exact = exact.double()
-    counts = exact.isfinite() if counts is None else exact.isfinite() & counts
-    errors = [((out.double() - exact).abs().where(counts, 0.0)).max().item() for out in (stock, ours)]
-    return errors[0] if math.isfinite(errors[0]) else 0.0, errors[1], exact.abs().where(counts, 0.0).max().item()
-
-
-def _copied(value: Any, exact: torch.dtype | None) -> Any:
-    """Return a copy of an argument, with its tensors in the dtype exact; see _duplicate()."""
+def _copied(value: Any, dtype: torch.dtype | None) -> Any:
+    """Return a copy of an argument, with floating-point tensors in dtype, unless that is None."""
     if isinstance(value, (torch.Tensor, tuple, list, dict)):
-        return tree_map_only(torch.Tensor, lambda tensor: _duplicate(tensor, exact), value)
+        return tree_map_only(torch.Tensor, lambda tensor: copied_tensor(tensor, dtype), value)
     return copy.deepcopy(value)
-
-
-def _duplicate(tensor: torch.Tensor, exact: torch.dtype | None) -> torch.Tensor:
-    """Return a copy of a tensor; of a floating-point one in the dtype exact, unless that is None."""
-    is_floating = tensor.is_floating_point()
-    found = tensor.detach().to(tensor.dtype if exact is None or not is_floating else exact, copy=True)
-    return nn.Parameter(found, is_floating) if isinstance(tensor, nn.Parameter) else found

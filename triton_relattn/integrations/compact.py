@@ -1,7 +1,6 @@
 """What layers pass on to others, a mask or a position bias, as a tensor in its small form that knows its dense one.
 
-Enabled layers read the small form. A stock layer among them, or code of the user, gets what it would have got from a stock layer:
-every function of torch sees the dense form.
+Enabled layers read the small form. Every function of torch sees the dense form, and so does a stock layer, or code of the user.
 """
 
 from __future__ import annotations
@@ -19,11 +18,7 @@ Make = Callable[[Any], Any]
 
 
 class Compact(torch.Tensor):
-    """A tensor that another one, its dense form, is made of when it is needed.
-
-    small: what enabled layers take; it may be None. dense(): what stock layers take; it is kept. is_written: the dense form was
-    written to, and the small one is no longer the same.
-    """
+    """A tensor of which a dense form is made when it is needed, and kept; is_written: that was written to, and differs now."""
 
     _make: Make
     _dense: Any
@@ -32,11 +27,7 @@ class Compact(torch.Tensor):
 
     @classmethod
     def of(cls, small: torch.Tensor | None, make: Make) -> Any:
-        """Return a Compact tensor; under torch.compile, torch.func and torch.jit.trace, which need plain ones, ``small``; or the
-        dense form, if stock modules are to read it.
-
-        make: returns the dense form of the small one.
-        """
+        """Return a Compact tensor; under torch.compile small itself, and for stock modules the dense form."""
         if any(reads() for reads in STOCK_READS):
             return make(small)
         if _are_plain():
@@ -145,10 +136,7 @@ def has_dense(value: Any) -> bool:
 
 
 def rows(table: torch.Tensor, positions: RelativePositions, queries: int, keys: int, offset: int = 0) -> torch.Tensor:
-    """Return the row of each pair: (..., R) to (..., Nq, Nk), positions beyond the ends clipped.
-
-    offset: the position of the first query, counted as the keys' are.
-    """
+    """Return the row of each pair, (..., R) to (..., Nq, Nk), positions clipped; offset: the position of the first query."""
     query = torch.arange(queries, device=table.device)[:, None] + offset
     distance = torch.arange(keys, device=table.device) - query
     return table[..., distance.clamp(positions.first, positions.last) - positions.first]

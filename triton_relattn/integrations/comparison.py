@@ -1,8 +1,7 @@
 """The comparison of a stock forward with ours before enable replaces a class: on a shadow of the module with random weights, in
 float64 on the CPU, outputs and gradients, in eval and in training mode.
 
-Nothing is inferred from another module or another process: settings that cannot be described, a class that was defined a minute
-ago and a library's next version are compared as they are.
+Nothing is inferred from another module, another process or a list of versions.
 """
 
 from __future__ import annotations
@@ -16,8 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from .compact import to_dense
 from .isolation import Dropout, Promoted, in_own_thread
-from .shadow import shadow, with_random_weights
+from .shadow import copied, copied_tensor, shadow, with_random_weights
 
 if TYPE_CHECKING:
     from .replacement import Replacement
@@ -53,15 +53,7 @@ class Refused(Exception):
 
 
 def compare(module: nn.Module, ours: Any, similar: Replacement | None = None) -> tuple[Replacement, float]:
-    """Return the first replacement that computes what a module's class does, and the largest difference.
-
-    Args:
-        ours: a class derived from InPlace, or a Kind: it prepares shadows of the module and yields candidates.
-        similar: what replaces another module of this class: it comes first, and with fewer samples.
-
-    Raises:
-        Refused: there is none, or the stock forward cannot be run.
-    """
+    """Return the first replacement that computes what a module's class does, and the largest difference; or raise Refused."""
     return in_own_thread(lambda: _compare(module, ours, similar))
 
 
@@ -76,7 +68,7 @@ def _compare(module: nn.Module, ours: Any, similar: Replacement | None) -> tuple
             return similar, max(_differences(similar, models, is_light=True))
         except Exception:  # of this module another candidate may be the right one
             pass
-    failures: list[tuple[int, float, str]] = []
+    failures: list[tuple[int, float, str]] = []  # of the candidate that agreed with most samples the message is shown
     for description, make in ours.candidates(module, models[0]):
         agreed: list[float] = []
         try:
@@ -99,15 +91,9 @@ def first_line(error: Exception) -> str:
 
 
 def _differences(replacement: Replacement, models: list[Any], is_light: bool = False) -> Iterator[float]:
-    """Yield the difference of one sample after the other.
-
-    models: a shadow with random weights and buffers, and one with the module's own buffers, if it has any.
-
-    Raises:
-        Differs: it is too large.
-    """
+    """Yield the difference of one sample after the other. models: with random buffers, and with the module's own, if any."""
     model = models[0]
-    samples = list(replacement.samples(model, is_light))
+    samples = list(replacement.ours.samples(model, is_light))
     is_single = model_dtype(model) == torch.float32
     limit = FLOAT32_LIMIT if is_single else SCRIPTED_LIMIT if is_scripted(replacement.stock) else LIMIT
     for sample, gradients, training in (_light_runs if is_light else _runs)(samples):
@@ -115,14 +101,14 @@ def _differences(replacement: Replacement, models: list[Any], is_light: bool = F
     for with_own_buffers in models[1:]:
         yield _difference(replacement, with_own_buffers, samples[-1], False, False, limit)
     if not is_light and not is_single:
-        single = shadow(model, lambda tensor: _cast(tensor, torch.float32))
+        single = shadow(model, lambda tensor: copied_tensor(tensor, torch.float32))
         for sample in {sample.pairs: sample for sample in samples}.values():  # one of each shape
             named = sample._replace(name=f"{sample.name}, in float32")
             _difference(replacement, single, named, False, False, FLOAT32_LIMIT)
 
 
 def _runs(samples: list[Sample]) -> Iterator[tuple[Sample, bool, bool]]:
-    """Yield each sample, whether to compare gradients, and whether in training mode.
+    """Yield samples, each with whether to compare gradients, and whether in training mode.
 
     Outputs come first, so that a wrong candidate fails soon. Gradients, which take most of the time, follow with all samples
     of the first shape and one of the second; training mode with those of the first, one of them with gradients.
@@ -147,7 +133,7 @@ def run(replacement: Replacement, model: Any, arguments: dict[str, Any], is_ours
     """Return what a forward returns, computed in dtype, and each probability with which it would drop attention weights."""
     with Dropout() as dropout, Promoted() if dtype == torch.float64 else nullcontext():
         returned = replacement.by_ours(model, arguments) if is_ours else replacement.by_stock(model, (), arguments)
-        return replacement.results(returned), dropout.noted
+        return to_dense(returned), dropout.noted
 
 
 def dropped_otherwise(stock: Collection[float], ours: Collection[float]) -> str:
@@ -156,11 +142,7 @@ def dropped_otherwise(stock: Collection[float], ours: Collection[float]) -> str:
 
 
 def _difference(replacement: Replacement, model: Any, sample: Sample, gradients: bool, training: bool, limit: float) -> float:
-    """Return the difference of a sample's outputs and gradients.
-
-    Raises:
-        Differs: it is above the limit.
-    """
+    """Return the difference of a sample's outputs and gradients; raise Differs if it is above the limit."""
     model.train(training)
     name = f"{sample.name}, in {'training' if training else 'eval'} mode"
     stock, returned, dropped = _results(replacement, model, sample, gradients, is_ours=False)
@@ -183,15 +165,21 @@ def _results(
     """Return outputs, and gradients of the first one with respect to parameters and inputs; what is returned; and what drops."""
     dtype = model_dtype(model)
     arguments = cloned_arguments(sample, dtype)
-    leaves: dict[str, torch.Tensor] = {}
+    leaves: dict[str, torch.Tensor] = dict(model.named_parameters()) if gradients else {}
     if gradients:
-        leaves = {**dict(model.named_parameters()), **differentiable(arguments, replacement.constants)}
+        for name, value in arguments.items():
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and name not in replacement.constants:
+                leaves[name] = value.requires_grad_()
     with torch.set_grad_enabled(gradients):
         returned, dropped = run(replacement, copied(model), arguments, is_ours, dtype)
         out, *others = values(returned)
         counts = replacement.counted(sample.arguments)
         out = out if counts is None else out.where(counts, 0.0)
-        results = with_gradients(out, leaves) if leaves else {OUTPUT: out.detach()}
+        results = {OUTPUT: out.detach()}
+        if leaves:
+            d_out = torch.randn(out.shape, dtype=out.dtype, device="cpu", generator=torch.Generator().manual_seed(3))
+            found = torch.autograd.grad(out, list(leaves.values()), d_out, allow_unused=True, materialize_grads=True)
+            results |= {GRADIENT + name: gradient for name, gradient in zip(leaves, found, strict=True)}
     for number, other in enumerate(others, 2):
         if isinstance(other, torch.Tensor) and not is_weights(other, sample.pairs):
             results[f"output {number}"] = other.detach()
@@ -199,20 +187,20 @@ def _results(
 
 
 def described(returned: Any, sample: Sample) -> tuple[str, ...]:
-    """Return what is in the tuple that a forward returns; nothing for a tensor. Attention weights, which ours does not compute,
-    are "None".
-
-    Raises:
-        Refused: it returns something else.
-    """
+    """Return what is in the tuple that a forward returns, "None" for weights, which ours lacks; nothing for a tensor."""
     if isinstance(returned, torch.Tensor):
         return ()
     if type(returned) is not tuple or not returned or not isinstance(returned[0], torch.Tensor):
         raise Refused(f"its forward returns a {type(returned).__name__}, neither a tensor nor a tuple that begins with one")
-    return tuple(
-        "None" if is_weights(value, sample.pairs) else "tensor" if isinstance(value, torch.Tensor) else str(value)
-        for value in returned
-    )
+    texts = []
+    for value in returned:
+        if value is None or is_weights(value, sample.pairs):
+            texts.append("None")
+        elif isinstance(value, torch.Tensor):
+            texts.append("tensor")
+        else:
+            texts.append(str(value) if isinstance(value, (bool, int, float, str)) else type(value).__name__)
+    return tuple(texts)
 
 
 def is_weights(value: Any, pairs: tuple[int, int]) -> bool:
@@ -223,12 +211,7 @@ def is_weights(value: Any, pairs: tuple[int, int]) -> bool:
 
 
 def largest_difference(name: str, ours: dict[str, torch.Tensor], stock: dict[str, torch.Tensor], limit: float) -> float:
-    """Return the largest difference, as a share of each tensor's largest number; of a gradient that cancels to nothing, of a
-    hundredth of the largest gradient's.
-
-    Raises:
-        Differs: it is above limit; name is in the message.
-    """
+    """Return the largest difference, as a share of each tensor's largest number; raise Differs if it is above limit."""
     if ours.keys() != stock.keys():
         raise Differs(f"{name}: not the same results: {', '.join(sorted(ours.keys() ^ stock.keys()))}")
     largest = max((float(tensor.abs().max()) for what, tensor in stock.items() if what.startswith(GRADIENT)), default=0.0)
@@ -238,6 +221,7 @@ def largest_difference(name: str, ours: dict[str, torch.Tensor], stock: dict[str
         if found.shape != expected.shape:
             raise Differs(f"{name}: {what} has the shape {tuple(found.shape)}, stock {tuple(expected.shape)}")
         finite = expected.abs().where(expected.isfinite(), 0)  # what hides keys may be infinite
+        # A gradient that cancels to nothing is compared with a hundredth of the largest one.
         size = max(float(finite.max()), 1e-2 * largest if what.startswith(GRADIENT) else 0.0)
         error = (found.double() - expected.double()).abs().where(found != expected, 0.0)
         difference = float(error.max()) / (size or 1.0)
@@ -246,22 +230,6 @@ def largest_difference(name: str, ours: dict[str, torch.Tensor], stock: dict[str
             raise Differs(message, difference)
         worst = max(worst, difference)
     return worst
-
-
-def with_gradients(out: torch.Tensor, leaves: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return an output, and the gradients of leaves for a random gradient of it, which is the same in each call."""
-    d_out = torch.randn(out.shape, dtype=out.dtype, device="cpu", generator=torch.Generator().manual_seed(3))
-    gradients = torch.autograd.grad(out, list(leaves.values()), d_out, allow_unused=True, materialize_grads=True)
-    return {OUTPUT: out.detach(), **{GRADIENT + name: grad for name, grad in zip(leaves, gradients, strict=True)}}
-
-
-def differentiable(arguments: dict[str, Any], constants: Collection[str]) -> dict[str, torch.Tensor]:
-    """Return the arguments that have gradients, as leaves: floating-point tensors but masks and the like."""
-    return {
-        name: value.requires_grad_()
-        for name, value in arguments.items()
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and name not in constants
-    }
 
 
 def is_scripted(stock: type[nn.Module]) -> bool:
@@ -274,29 +242,17 @@ def model_dtype(model: nn.Module) -> torch.dtype:
     return next((weight.dtype for weight in model.parameters()), torch.float64)
 
 
-def copied(model: Any) -> Any:
-    """Return a shadow with the same parameters, and with buffers of its own."""
-    return shadow(model, lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.detach().clone())
-
-
 def cloned_arguments(sample: Sample, dtype: torch.dtype) -> dict[str, Any]:
     """Return a sample's arguments, which a forward may write to, in dtype."""
-    cloned = ((name, value.clone() if isinstance(value, torch.Tensor) else value) for name, value in sample.arguments.items())
-    return {name: _cast(value, dtype) for name, value in cloned}
+    cloned = dict(sample.arguments)
+    for name, value in cloned.items():
+        if hasattr(value, "cast"):  # a small form
+            cloned[name] = (value.clone() if isinstance(value, torch.Tensor) else value).cast(dtype)  # type: ignore[union-attr]
+        elif isinstance(value, torch.Tensor):
+            cloned[name] = copied_tensor(value, dtype)
+    return cloned
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if hasattr(value, "cast"):  # a small form
-        return value.cast(dtype)
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-        return value
-    found = value.detach().to(dtype)
-    return nn.Parameter(found) if isinstance(value, nn.Parameter) else found
-
-
-def values(returned: Any) -> Iterator[Any]:
-    """Yield what a forward returns: a tensor, or each of a tuple or a list."""
-    if isinstance(returned, (tuple, list)):
-        yield from returned
-    else:
-        yield returned
+def values(returned: Any) -> tuple[Any, ...]:
+    """Return what a forward returns, a tensor, a tuple or a list, as a tuple."""
+    return tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import operator
-import sys
-import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,12 +16,11 @@ from .._core.names import with_names
 from . import structure
 from .comparison import Refused, compare, first_line
 from .libraries import Library
-from .replacement import LIBRARY, Match, Replacement, change_classes, restore, stock_class
+from .replacement import LIBRARY, Match, Replacement, change_classes, enabled_class, restore, stock_class
 from .report import Report, Row, count_bytes
 
 LIBRARIES = ("transformers", "nemo", "espnet", "speechbrain", "x_transformers")
 PASSES_ON = "passes masks and positions"
-T = TypeVar("T")
 
 
 @with_names
@@ -31,9 +28,9 @@ def enable(model: Any, *, lengths: int | Sequence[int] = 4096, check_calls: bool
     """Let the relative attention in any torch model run on the operator, where that computes the same. The model is changed
     in place.
 
-    It is found in two ways. By its class, in models of transformers, NeMo, ESPnet, CosyVoice, SpeechBrain and
-    x-transformers. By its structure, in any other module: the names and shapes of its parameters and children, and the
-    arguments of its forward; these kinds are known:
+    It is found by its class, in models of transformers, NeMo, ESPnet, CosyVoice, SpeechBrain and x-transformers, and by its
+    structure in any other module: the names and shapes of its parameters and children, and the arguments of its forward.
+    These kinds are known:
 
     - vectors for keys and values in a window, with a proximal bias (VITS: RVC, GPT-SoVITS, so-vits-svc, piper, coqui, ...);
     - Transformer-XL's terms with projected positions (ESPnet's Conformer: FunASR, chatterbox, copies in recipes);
@@ -44,14 +41,11 @@ def enable(model: Any, *, lengths: int | Sequence[int] = 4096, check_calls: bool
     - a bias by bucket that a layer makes of its own embedding (T5).
 
     Before a module is replaced, its forward and ours run side by side, with the module's settings and random weights, in float64
-    on the CPU: outputs and the gradients of inputs and parameters, at several lengths, with and without masks, agree to 2**-30 of
-    the largest number (1e-9); in training mode both drop weights with the same probability. It takes a fraction of a second for
-    the first module of a class, a tenth of that for each other one. What disagrees stays as it is. Masks and positions that
-    modules pass on know what stock ones would have passed on, for layers that are stock.
-
-    Then some of your own calls are also compared, before ours computes them: the first of each kind, the second, the fourth, the
-    eighth, and so on, if the stock forward takes at most 256 MiB. If they differ the module is the stock class's again, and a
-    warning says so. ``report.calls()`` counts them.
+    on the CPU: outputs and all gradients agree to 2**-30 of the largest number (1e-9). What disagrees stays as it is. Then some
+    of your own calls are also compared, before ours computes them: the first of each kind, the second, the fourth, and so on,
+    if the stock forward takes at most 256 MiB. If they differ the module is the stock class's again, and a warning says so.
+    docs/enable.md says what is compared, and what differs from the stock model: random streams of dropout, attention weights,
+    rows of padding. A call with arguments that were not compared uses the stock class.
 
     Args:
         model: a module, or any object that holds some, as a pipeline does: those among its attributes and ``components``.
@@ -65,11 +59,6 @@ def enable(model: Any, *, lengths: int | Sequence[int] = 4096, check_calls: bool
 
     Parameters, ``state_dict``, hooks and ``isinstance`` stay: a module gets a class derived from its own. Pickles and copies of
     an enabled model are enabled; their first calls are compared again.
-
-    What differs from the stock model: dropout has the same rate and a different random stream; attention weights that a module
-    keeps for plots (``attn``) are None; rows of queries that see no key, which are padding, are zero. For libraries the
-    ``enable`` of each (``triton_relattn.integrations.transformers``, ...) has its own list. A call with arguments that were not
-    compared (another kind of cache, cross attention) uses the stock class.
 
     Raises:
         ValueError: nothing in model has relative attention of these kinds.
@@ -88,27 +77,13 @@ def enable(model: Any, *, lengths: int | Sequence[int] = 4096, check_calls: bool
 def enable_in(
     model: Any, lengths: int | Sequence[int], check_calls: bool, libraries: Sequence[str], structures: bool = True
 ) -> Report:
-    """Enable what a model has of some libraries, and what is found by its structure.
-
-    All is compared before any class is changed.
-    """
+    """Enable what a model has of some libraries, and what is found by its structure."""
     lengths = _checked(lengths)
-    rows: list[Row] = []
-    modules: dict[str, nn.Module] = {}
-    classes: dict[str, type] = {}
-    enabled_before = False
-    visited: set[int] = set()  # an object may hold a module by several names
-    for prefix, root in _roots(model):
-        search = _Search({name: part for name, part in root.named_modules() if id(part) not in visited}, lengths)
-        search.run(libraries, structures)
-        visited |= {id(part) for part in root.modules()}
-        enabled_before |= bool(search.enabled)
-        for name, row in search.rows.items():
-            path = f"{prefix}.{name}".strip(".")
-            rows.append(dataclasses.replace(row, name=path))
-            modules[path] = search.modules[name]
-            if name in search.classes:
-                classes[path] = search.classes[name]
+    modules = _modules(model)
+    stock = {path: module for path, module in modules.items() if stock_class(module) is None}
+    enabled_before = len(stock) < len(modules)
+    matches = _find(stock, libraries, structures)
+    rows, classes = _compare(matches, modules, lengths)  # all of it before any class is changed
     if not rows and not enabled_before:
         kinds = " nor a module of the kinds that help(triton_relattn.enable) lists" if structures else ""
         raise ValueError(
@@ -145,19 +120,16 @@ def disable(model: Any) -> dict[str, str]:
     Raises:
         TypeError: model is no module and holds none.
     """
-    restored: dict[str, str] = {}
-    for prefix, root in _roots(model):
-        enabled = {name: (module, stock) for name, module in root.named_modules() if (stock := stock_class(module))}
-        for name, (module, stock) in enabled.items():
-            restored[f"{prefix}.{name}".strip(".")] = stock.__name__
-            restore(module)
-    return restored
+    enabled = {path: (module, stock) for path, module in _modules(model).items() if (stock := stock_class(module))}
+    for module, _ in enabled.values():
+        restore(module)
+    return {path: stock.__name__ for path, (_, stock) in enabled.items()}
 
 
-def _roots(model: Any) -> list[tuple[str, nn.Module]]:
-    """Return the modules that an object is or holds, with the names of the attributes that hold them."""
+def _modules(model: Any) -> dict[str, nn.Module]:
+    """Return all modules of a model, or of those that an object holds, by their paths."""
     if isinstance(model, nn.Module):
-        return [("", model)]
+        return dict(model.named_modules())
     if isinstance(model, str):
         raise TypeError(f"enable expects a model, got the string {model[:60]!r}: load it first and pass the module")
     if isinstance(model, type):
@@ -169,60 +141,40 @@ def _roots(model: Any) -> list[tuple[str, nn.Module]]:
     else:
         components = getattr(model, "components", None)  # of a pipeline of diffusers
         attributes = {**getattr(model, "__dict__", {}), **(components if isinstance(components, dict) else {})}
-    roots = [(str(name), value) for name, value in attributes.items() if isinstance(value, nn.Module)]
-    if not roots:
+    found: dict[int, tuple[str, nn.Module]] = {}  # an object may hold a module by several names
+    for name, value in attributes.items():
+        if isinstance(value, nn.Module):
+            for path, module in value.named_modules():
+                found.setdefault(id(module), (f"{name}.{path}".strip("."), module))
+    if not found:
         raise TypeError(f"enable expects a torch.nn.Module, or an object that holds some, got {type(model).__name__}")
-    return roots
+    return dict(found.values())
 
 
-class _Search:
-    """The relative attention among modules: rows for the report, and classes for what computes the same when it is replaced."""
+def _find(modules: dict[str, nn.Module], libraries: Sequence[str], structures: bool) -> dict[str, Match]:
+    """Return what has relative attention; no library is imported that no module is of."""
+    packages = {base.__module__.partition(".")[0] for module in modules.values() for base in type(module).__mro__}
+    by_class: dict[str, Match] = {}
+    for name in libraries:
+        library: Library = importlib.import_module(f".{name}", __package__).LIBRARY
+        if packages & {source.module.partition(".")[0] for source in library.sources}:
+            by_class |= library.find(modules)
+    found = {path: by_class.get(path) or (structure.find(module) if structures else None) for path, module in modules.items()}
+    return {path: match for path, match in found.items() if match is not None}
 
-    def __init__(self, modules: dict[str, nn.Module], lengths: tuple[int, ...]) -> None:
-        self.modules, self.lengths = modules, lengths
-        self.enabled = {name for name, module in modules.items() if stock_class(module) is not None}
-        self.rows: dict[str, Row] = {}
-        self.classes: dict[str, type] = {}
-        self.similar: dict[Any, Replacement] = {}  # what replaced the last module of a class: the next one's first candidate
 
-    def run(self, libraries: Sequence[str], structures: bool) -> None:
-        """Find relative attention, by class and by structure, and compare it with what may replace it."""
-        by_class = self._find_by_class(libraries)
-        for name in _progress(list(self.modules), "comparing modules with their stock forward"):
-            if name in self.enabled:
-                continue
-            match = by_class.get(name)
-            if match is None and structures:
-                match = structure.find(self.modules[name])
-            if match is not None and not match.passes_on:
-                self._compare(name, match)
-        # What passes small masks and positions on is replaced where all attention inside it is: they are for ours alone.
-        served = tuple({type(self.modules[name]) for name in self.classes if name in by_class})
-        for name, match in by_class.items():
-            if match.passes_on:
-                path = f"{name}." if name else ""
-                inside = [part for part in self.modules if part == name or part.startswith(path)]
-                attention = [part in self.classes for part in inside if isinstance(self.modules[part], served)]
-                if attention and all(attention):
-                    self.classes[name] = match.ours
-                    self.rows[name] = Row(name, type(self.modules[name]).__name__, PASSES_ON, LIBRARY)
-        self.rows = {name: self.rows[name] for name in self.modules if name in self.rows}
-
-    def _find_by_class(self, libraries: Sequence[str]) -> dict[str, Match]:
-        """Return what is of a library's classes, by name; no library is imported that the model is not of."""
-        packages = {base.__module__.partition(".")[0] for module in self.modules.values() for base in type(module).__mro__}
-        matches: dict[str, Match] = {}
-        for name in libraries:
-            library: Library = importlib.import_module(f".{name}", __package__).LIBRARY
-            if packages & {source.module.partition(".")[0] for source in library.sources}:
-                matches |= library.find(self.modules)
-        return matches
-
-    def _compare(self, name: str, match: Match) -> None:
-        """Add the row of a module, and the class in place of its own if that computes the same."""
-        module = self.modules[name]
-        stock, key = type(module), (match.ours, type(module))
-        row = Row(name, stock.__name__, match.title, match.found_by)
+def _compare(
+    matches: dict[str, Match], modules: dict[str, nn.Module], lengths: tuple[int, ...]
+) -> tuple[list[Row], dict[str, type]]:
+    """Return rows for the report, and the classes in place of those of modules that ours computes as they do."""
+    rows: dict[str, Row] = {}
+    classes: dict[str, type] = {}
+    similar: dict[Any, Replacement] = {}  # what replaced the last module of a class: the next one's first candidate
+    for path, match in matches.items():
+        if match.passes_on:
+            continue
+        module, stock = modules[path], type(modules[path])
+        row, key = Row(path, stock.__name__, match.title, match.found_by), (match.ours, stock)
         try:
             if "forward" in vars(module):
                 raise Refused("its forward was replaced (by a hook?); call enable first")
@@ -230,28 +182,26 @@ class _Search:
                 raise Refused("it is sharded; call enable first")
             if match.ours is None:
                 raise Refused(match.reason)
-            replacement, difference = compare(module, match.ours, self.similar.get(key))
-            new = replacement.ours.replacing_class()
+            replacement, difference = compare(module, match.ours, similar.get(key))
+            new = enabled_class(stock, match.ours, getattr(replacement.ours, "layout", None))
             try:
                 object.__new__(stock).__class__ = new
             except TypeError as error:  # a class with __slots__
                 raise Refused(f"its class cannot be exchanged: {error}") from error
         except Exception as error:  # a module of the user may raise anything
             reason = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {first_line(error)}"
-            self.rows[name] = dataclasses.replace(row, reason=reason)
-            return
-        self.classes[name], self.similar[key] = new, replacement
-        memory = count_bytes(replacement, module, self.lengths, self.modules.get(name.rpartition(".")[0]))
-        self.rows[name] = dataclasses.replace(row, error=difference, memory=memory)
-
-
-def _progress(items: Sequence[T], label: str) -> Iterator[T]:
-    """Yield items; after two seconds a bar on the terminal shows how many are done."""
-    start, width, is_shown = time.monotonic(), 30, False
-    for number, item in enumerate(items, 1):
-        yield item
-        if sys.stderr.isatty() and time.monotonic() - start > 2:
-            is_shown, bar = True, "#" * (width * number // len(items))
-            print(f"\r{label} [{bar:{width}}] {number}/{len(items)}", end="", file=sys.stderr, flush=True)
-    if is_shown:
-        print(file=sys.stderr)
+            rows[path] = dataclasses.replace(row, reason=reason)
+            continue
+        classes[path], similar[key] = new, replacement
+        memory = count_bytes(replacement, module, lengths, modules.get(path.rpartition(".")[0]))
+        rows[path] = dataclasses.replace(row, error=difference, memory=memory)
+    # What passes small masks and positions on is replaced where all attention inside it is: they are for ours alone.
+    served = tuple({type(modules[path]) for path in classes if matches[path].found_by == LIBRARY})
+    for path, match in matches.items():
+        if match.passes_on:
+            inside = [part for part in modules if not path or part == path or part.startswith(f"{path}.")]
+            attention = [part in classes for part in inside if isinstance(modules[part], served)]
+            if attention and all(attention):
+                classes[path] = enabled_class(type(modules[path]), match.ours, None)
+                rows[path] = Row(path, type(modules[path]).__name__, PASSES_ON, LIBRARY)
+    return [rows[path] for path in modules if path in rows], classes

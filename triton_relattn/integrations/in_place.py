@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
 
 from .comparison import Sample
 from .libraries import NAMES
-from .replacement import ATTRIBUTE, HARMLESS, Replacement, set_attribute
+from .replacement import ATTRIBUTE, HARMLESS, Replacement, enabled_class
 
 MASKS = ("attention_mask", "mask", "attn_mask")
 BATCH, LENGTHS = 2, (7, 19)
@@ -25,12 +23,19 @@ the packages of docs/enable.md, 1 and 8 sequences of 32 to 512 positions: below 
 
 
 class InPlace:
-    """Mixin: in place of the class that is the last base. ``forward`` of the subclass is ours. It gets each argument by our name
-    for it, and the small forms of what other layers pass on.
+    """Mixin of classes in place of a library's: ``forward`` is ours. It gets each argument by our name for it, and the small
+    forms of what other layers pass on.
 
     A call with an argument that our forward has no parameter for is the stock forward's, unless it has its default or is in
     ``HARMLESS``. forward, ``serves`` and ``pairs`` get only the arguments that they name, or all if they have ``**kwargs``.
     """
+
+    if TYPE_CHECKING:
+        forward: Callable[..., Any]
+        config: Any
+
+        def __getattr__(self, name: str) -> Any:
+            """Return an attribute of the stock class."""
 
     passes_on = False
     """Whether it only makes positions, or a bias, for attention."""
@@ -80,21 +85,13 @@ class InPlace:
         states = next(iter(given.values()))
         return states if isinstance(states, int) else states.shape[1:-1].numel()  # type: ignore[no-any-return]
 
-    @staticmethod
-    def results(returned: Any) -> Any:
-        """Return what is compared of what a forward returns."""
-        return returned
-
     def keys_per_query(self: Any, keys: int) -> int:
         """Return how many keys' scores the stock forward computes for a query: all but in windows and blocks."""
         return keys
 
     @staticmethod
     def counted(mask: torch.Tensor) -> torch.Tensor | None:
-        """Return which positions of the output are compared (B, N, 1), those that see a key; None: all.
-
-        mask: the stock forward's.
-        """
+        """Return which positions of the output are compared (B, N, 1), those that see a key by the stock mask; None: all."""
         if mask.dim() == 2:
             return mask.bool()[..., None]
         if mask.dim() < 4:
@@ -107,19 +104,26 @@ class InPlace:
     @classmethod
     def candidates(cls, module: Any, model: Any) -> Iterator[tuple[str, Callable[[], Replacement]]]:
         """Yield descriptions of replacements for a module, and functions that return them: here one. model: its shadow."""
-        yield "", lambda: getattr(cls, ATTRIBUTE)
-
-    @classmethod
-    def replacing_class(cls) -> type:
-        """Return the class in place of the stock class."""
-        return cls
+        yield "", lambda: getattr(enabled_class(type(module), cls, None), ATTRIBUTE)
 
     @classmethod
     def prepare_model(cls, model: Any) -> None:
         """Give a shadow, which the comparison runs on, this class, and prepare it."""
-        model.__class__ = cls
+        model.__class__ = enabled_class(type(model), cls, None)
         model.prepare()
         model.without_dropout()
+
+    @classmethod
+    def replacement(cls, stock: Any, _: Any) -> Replacement:
+        """Return ours in place of a stock class, whose arguments have the same names but for those in NAMES."""
+        any_name = inspect.Parameter.VAR_KEYWORD
+        own = [name for name, item in inspect.signature(cls.forward).parameters.items() if item.kind is not any_name][1:]
+        parameters = inspect.signature(stock.forward).parameters
+        names = {theirs: name for name in own for theirs in NAMES.get(name, (name,))}
+        ignores_more = any(item.kind is any_name for item in parameters.values())
+        harmless = (HARMLESS if ignores_more else HARMLESS & parameters.keys()) - names.keys()
+        mask = next((name for name in parameters if name in MASKS), "")
+        return Replacement(stock, cls, cls.forward, names, harmless=harmless, mask=mask)
 
     def prepare(self: Any) -> None:
         """Change a shadow: what the module has kept of earlier calls."""
@@ -142,40 +146,6 @@ class InPlace:
     def at_length(self, length: int, parent: Any) -> dict[str, Any]:
         """Return arguments of the stock forward for one sequence, to count memory. parent: the module around this one."""
         return self.example(1, length, None)
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        stock: Any = cls.__bases__[-1]
-        if issubclass(stock, nn.Module) and not issubclass(stock, InPlace):  # else it is derived from ours, as parametrize does
-            replacement = _replacement(cls, stock)
-
-            @functools.wraps(stock.forward)
-            def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-                return replacement.forward(self, args, kwargs)
-
-            cls.forward = forward  # type: ignore[attr-defined]
-            setattr(cls, ATTRIBUTE, replacement)
-        # Last, because layers of transformers wrap the forward that a class has by now, and look in calls for the stock names.
-        super().__init_subclass__(**kwargs)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        set_attribute(getattr(type(self), ATTRIBUTE).stock, self, name, value)
-
-
-def _replacement(ours: Any, stock: Any) -> Replacement:
-    """Return a class in place of a stock class, whose arguments have the same names but for those in NAMES."""
-    any_name = inspect.Parameter.VAR_KEYWORD
-    own = [name for name, parameter in inspect.signature(ours.forward).parameters.items() if parameter.kind is not any_name][1:]
-    parameters = inspect.signature(stock.forward).parameters
-    names = {theirs: name for name in own for theirs in NAMES.get(name, (name,))}
-    ignores_more = any(parameter.kind is any_name for parameter in parameters.values())
-    return Replacement(
-        stock,
-        ours,
-        ours.forward,
-        names,
-        harmless=(HARMLESS.keys() if ignores_more else HARMLESS.keys() & parameters.keys()) - names.keys(),
-        mask=next((name for name in parameters if name in MASKS), ""),
-    )
 
 
 def padded(batch: int, length: int) -> torch.Tensor:

@@ -98,8 +98,7 @@ class Promoted(TorchFunctionMode):
 
 
 def in_own_thread(function: Callable[[], T]) -> T:
-    """Call function in a thread, where no mode, autocast or default device of the caller has an effect, and gradients are on.
-    The random states that it changes are put back."""
+    """Call function in a thread, without the caller's modes, autocast and default device; random states are put back."""
     threads = torch.get_num_threads()
 
     def call() -> T:
@@ -114,8 +113,7 @@ def in_own_thread(function: Callable[[], T]) -> T:
 
 @contextmanager
 def random_state_restored(devices: tuple[torch.device, ...]) -> Iterator[None]:
-    """Put back the random states of torch on the CPU and on devices, of Python, and of NumPy. They are the process's: one thread
-    does so at a time."""
+    """Put back the random states of torch, Python and NumPy. They are the process's: one thread does so at a time."""
     with _RANDOM_STATE, torch.random.fork_rng(devices=devices):
         drawn, numpy = random.getstate(), sys.modules.get("numpy")
         state = numpy.random.get_state() if numpy else None

@@ -8,40 +8,41 @@ import inspect
 import re
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from .replacement import ATTRIBUTE, LIBRARY, Match, stock_class
+from .replacement import LIBRARY, Match, PassesOn
 
 NAMES = {"cache": ("cache", "past_key_values", "layer_past")}
 """The names that stock classes have for an argument of ours: versions of transformers differ, and so do its families."""
 
 
 class Source(NamedTuple):
-    """A module of a library and its classes that are replaced, by name: nothing is imported before a model needs it.
+    """A module of a library, the title of its family in reports, and its classes that are replaced.
 
-    classes: stock classes, each with ours as ``module.Class`` in the library's folder here. title: of the family, for reports.
+    classes: by the name of a stock class ours, as ``module.Class`` in the library's folder here, so that nothing is imported
+    before a model needs it; or a kind of structure/.
     """
 
     module: str
     title: str
-    classes: Mapping[str, str]
+    classes: Mapping[str, str | type]
 
     def load(self, folder: str) -> dict[type, type]:
         """Import the stock classes and ours; folder: the library's package here."""
         stock = importlib.import_module(self.module)
         loaded = {}
-        for name, path in self.classes.items():
-            module, _, ours = path.rpartition(".")
-            loaded[getattr(stock, name)] = getattr(importlib.import_module(f"{folder}.{module}"), ours)
+        for name, ours in self.classes.items():
+            if isinstance(ours, str):
+                module, _, class_name = ours.rpartition(".")
+                ours = getattr(importlib.import_module(f"{folder}.{module}"), class_name)
+            loaded[getattr(stock, name)] = ours
         return loaded
 
 
-@dataclass(frozen=True)
-class Library:
-    """A library whose classes are replaced. package: its name for pip. folder: its package here. oldest: version served."""
+class Library(NamedTuple):
+    """A library whose classes are replaced: its name for pip, its package here, its sources, and the oldest version served."""
 
     package: str
     folder: str
@@ -49,7 +50,7 @@ class Library:
     oldest: str = ""
 
     def find(self, modules: dict[str, nn.Module]) -> dict[str, Match]:
-        """Return which of a model's modules are of this library's classes, by name."""
+        """Return which of the stock modules of a model are of this library's classes, by name."""
         found: dict[str, Match] = {}
         files = {base.__module__ for module in modules.values() for base in type(module).__mro__}
         for source in self.sources:
@@ -69,9 +70,9 @@ class Library:
                 ours = classes.get(type(module))
                 if ours is not None and getattr(ours, "applies", lambda _: True)(module):
                     found[name] = Match(source.title, LIBRARY, ours)
-                elif ours is None and stock_class(module) is None:
+                elif ours is None:
                     base = next((base for base in type(module).__mro__ if base in classes), None)
-                    if base is not None and ATTRIBUTE in vars(classes[base]):
+                    if base is not None and not issubclass(classes[base], PassesOn):
                         reason = f"its class is derived from {base.__name__}, which is served, and what it changes is not known"
                         found[name] = Match(source.title, LIBRARY, reason=reason)
         return found
@@ -90,11 +91,7 @@ def _numbers(version: str) -> list[int]:
 
 
 def argument_name(function: Any, name: str) -> str:
-    """Return the name that function has for an argument of ours.
-
-    Raises:
-        TypeError: it has none of the names in NAMES.
-    """
+    """Return the name that function has for an argument of ours, or raise TypeError if it has none of those in NAMES."""
     parameters = inspect.signature(function).parameters
     for candidate in NAMES[name]:
         if candidate in parameters:
@@ -103,10 +100,7 @@ def argument_name(function: Any, name: str) -> str:
 
 
 def with_globals(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
-    """Return function with other values for names of its module: for a model that calls what makes masks by a module's name.
-
-    The code stays the library's own, and the library's module as it is.
-    """
+    """Return function with other values for names of its module, which itself stays as it is."""
     changed = types.FunctionType(
         function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__, function.__closure__
     )

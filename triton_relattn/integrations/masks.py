@@ -19,13 +19,8 @@ class ChunkedWindow:
         c = i // chunk                                           the chunk of the query at position i
         c * chunk - left <= j < (c + 1) * chunk + right          positions j of keys that it sees, if they are real
 
-    Args:
-        lengths: (B,), how many keys of each sequence are real. None: ``real`` says which, or all are.
-        real: (B, Nk), bool, True of real keys.
-        left, right: -1: without end.
-        chunk: 1: queries see a window.
-        first: the position of the first query, counted as the keys' are.
-        make: returns the mask of the library.
+    lengths (B,) counts real keys, or real (B, Nk), bool, shows them; left and right -1: without end; chunk 1: a window; first:
+    the position of the first query, counted as the keys' are; make: returns the mask of the library.
     """
 
     def __init__(
@@ -57,10 +52,7 @@ class ChunkedWindow:
     def attend(
         self, operator: Callable[..., torch.Tensor], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """Call operator, which takes arguments of :func:`triton_relattn.fused_relative_attention`, with all that masks mean.
-
-        Once for a window; for chunks once for each part of the queries, with the keys that it sees.
-        """
+        """Call operator once for a window, and for chunks once for each part of the queries, with the keys that it sees."""
         outs = []
         for queries, keys in self._parts(query.shape[2], key.shape[2]):
             outs.append(

@@ -80,10 +80,7 @@ def attend(
 
 
 def module_attention(module: Any, pos_emb: torch.Tensor, positions: RelativePositions) -> Callable[..., torch.Tensor]:
-    """Return :func:`attend` with the weights of a module that is built as ESPnet's, as NeMo's and CosyVoice's are.
-
-    pos_emb: (1, R, C), a row for each of the positions; of a module that drops other ones for each sequence, (B, R, C).
-    """
+    """Return :func:`attend` with the weights of a module built as ESPnet's; pos_emb (1 or B, R, C), a row per position."""
     return functools.partial(
         attend,
         rel_keys=split_heads(module.linear_pos(pos_emb), module.d_k),

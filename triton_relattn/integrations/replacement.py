@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,25 +15,23 @@ from torch import nn
 from . import calls
 from .calls import CALLS, Calls, Compared
 from .compact import Compact, is_small, to_dense
-from .comparison import Sample
 
 ATTRIBUTE = "_triton_relattn"
 """What the class in place of a stock class has, and no other: a :class:`Replacement`."""
 LIBRARY, STRUCTURE = "library", "structure"
 """How a module was found: by its class, or by its parameters, children and arguments."""
 
-HARMLESS = {
-    "position_ids": "a relative term knows positions by their difference, and a packed batch is in the mask that they make",
-    "cache_position": "as position_ids: the name of older versions",
-    "use_cache": "whether the model makes a cache; attention uses the one that it gets",
-    "is_causal": "served, or the same as the module's own: another one is the stock forward's",
-    "output_attentions": "if it is true the call is the stock forward's",
-    "output_hidden_states": "for the model around attention",
-    "output_router_logits": "for the model around attention",
-    "return_dict": "for the model around attention",
-    "num_items_in_batch": "for the loss",
-}
-"""Arguments that a stock forward takes in its ``**kwargs``, which no result of its attention depends on; and why so.
+HARMLESS = frozenset(
+    (
+        # A relative term knows positions by their difference, and a packed batch is in the mask that they make.
+        *("position_ids", "cache_position", "use_cache"),
+        # If this is true, or is_causal is not the module's own, the call is the stock forward's.
+        *("output_attentions", "is_causal"),
+        # For the model around attention, and for the loss.
+        *("output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch"),
+    )
+)
+"""Arguments that a stock forward takes in its ``**kwargs``, which no result of its attention depends on.
 
 Not here: cu_seq_lens_q and the like, seq_idx, block_table (packed batches without a mask), head_mask, softcap, s_aux,
 sliding_window.
@@ -40,10 +39,7 @@ sliding_window.
 
 
 class Match(NamedTuple):
-    """A stock module that has, or passes on to, relative attention.
-
-    ours: what may replace it, a class derived from InPlace or PassesOn, or a Kind; None: reason says why nothing does.
-    """
+    """A stock module with relative attention; ours, an InPlace, PassesOn or Kind, may replace it, or a reason says why not."""
 
     title: str
     found_by: str
@@ -52,19 +48,15 @@ class Match(NamedTuple):
 
     @property
     def passes_on(self) -> bool:
-        """Whether the module only passes masks and positions on to attention."""
         return isinstance(self.ours, type) and issubclass(self.ours, PassesOn)
 
 
 class Replacement:
-    """Ours in place of a stock class's forward, for the calls that ours serves.
+    """Ours in place of a stock class's forward, for the calls that ours serves; all others are the stock forward's.
 
-    All other calls are the stock forward's: those with an argument that ours does not know, what is traced or exported, and on a
-    CPU so few scores that the stock forward is faster.
-
-    stock: the class. ours: a class derived from InPlace, or a kind of structure/. What both have is called with the module first:
-    serves, pairs, passed_on, ... forward: ours. names: our names for the stock forward's arguments. harmless: arguments that have
-    no effect on the result. mask: the stock forward's name for the mask. constants: arguments without a gradient.
+    stock: the class. ours: a class derived from InPlace, or a Kind, whose functions are called with the module
+    first. function: our forward. names: our names for the stock forward's arguments. harmless: arguments that have no effect on
+    the result. mask: the stock forward's name for the mask. constants: arguments without a gradient.
     """
 
     def __init__(
@@ -86,7 +78,7 @@ class Replacement:
         needed = {names[item.name] for item in parameters if item.name in names and item.name not in self.defaults}
         own = inspect.signature(forward).parameters.values()
         self.required = needed | {item.name for item in own if item.default is item.empty and item.name in names.values()}
-        self.forward_takes, self.serves_takes, self.pairs_takes = map(_parameters, (forward, ours.serves, ours.pairs))
+        self.forward_takes, self.serves_takes, self.pairs_takes = map(_taken, (forward, ours.serves, ours.pairs))
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call by the stock forward's names."""
@@ -108,12 +100,6 @@ class Replacement:
                 return None
         return {**given, **harmless} if all(name in given for name in self.required) else None
 
-    def is_large(self, given: dict[str, Any], pairs: int) -> bool:
-        """Return whether a call has so many scores that ours is faster; on a GPU all have."""
-        return pairs >= self.ours.fewest or any(
-            isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in given.values()
-        )
-
     def is_served(self, module: Any, given: dict[str, Any]) -> bool:
         """Return whether ours computes a call."""
         if given.get("output_attentions") or (given.get("is_causal") and getattr(module, "is_causal", None) is False):
@@ -126,14 +112,13 @@ class Replacement:
             return False
         if any(isinstance(value, Compact) and value.is_written for value in given.values()):
             return False
-        return all(is_small(given.get(name)) for name in self.ours.small) and bool(
-            self.ours.serves(module, **_accepted(given, self.serves_takes))
-        )
+        are_small = all(is_small(given.get(name)) for name in self.ours.small)
+        return are_small and bool(self.ours.serves(module, **self.serves_takes(given)))
 
     def run(self, module: Any, given: dict[str, Any]) -> Any:
         """Compute what the stock forward returns."""
         small = {name: value.small if isinstance(value, Compact) else value for name, value in given.items()}
-        result = self.function(module, **_accepted(small, self.forward_takes))
+        result = self.function(module, **self.forward_takes(small))
         if type(result) is tuple:  # what is passed on as it came knows its dense form
             passed = {id(small[name]): value for name, value in given.items() if isinstance(value, Compact) and not value.is_none}
             result = tuple(passed.get(id(value), value) for value in result)
@@ -151,8 +136,10 @@ class Replacement:
         record.running += 1
         try:
             if given is not None:
-                pairs = int(self.ours.pairs(module, **_accepted(given, self.pairs_takes)))
-                if self.is_large(given, pairs) and self.is_served(module, given):
+                pairs = int(self.ours.pairs(module, **self.pairs_takes(given)))
+                tensors = (value for value in given.values() if isinstance(value, torch.Tensor))
+                is_large = pairs >= self.ours.fewest or any(tensor.device.type != "cpu" for tensor in tensors)
+                if is_large and self.is_served(module, given):
                     difference = calls.compare_call(self, module, args, kwargs, pairs)
                     if not difference:
                         return self.run(module, given)
@@ -171,23 +158,11 @@ class Replacement:
         return self.stock.forward(module, *map(to_dense, args), **{name: to_dense(value) for name, value in kwargs.items()})
 
     def by_ours(self, module: Any, kwargs: dict[str, Any]) -> Any:
-        """Compute a call by ours, to compare it.
-
-        Raises:
-            NotImplementedError: it is not one that ours serves.
-        """
+        """Compute a call by ours, to compare it; raise NotImplementedError if ours does not serve it."""
         given = self.translate((), kwargs)
         if given is None or not self.is_served(module, given):
             raise NotImplementedError("a call with these arguments is the stock forward's")
         return self.run(module, given)
-
-    def samples(self, module: Any, is_light: bool) -> Iterator[Sample]:
-        """Yield arguments for the comparison of a module, the smallest first. is_light: a similar module was compared."""
-        return self.ours.samples(module, is_light)  # type: ignore[no-any-return]
-
-    def results(self, returned: Any) -> Any:
-        """Return what is compared of what a forward returns."""
-        return self.ours.results(to_dense(returned))
 
     def counted(self, arguments: dict[str, Any]) -> torch.Tensor | None:
         """Return which positions of the output see a key, with as many dimensions as the output; None: all, or not known."""
@@ -197,36 +172,25 @@ class Replacement:
         return visible[:, : self.ours.num_positions(arguments)]  # type: ignore[no-any-return]  # blocks may be longer
 
 
-def _parameters(function: Callable[..., Any]) -> frozenset[str] | None:
-    """Return the names of a function's parameters; None if it takes any."""
+def _taken(function: Callable[..., Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return a function that returns those of a call's arguments that function takes."""
     parameters = inspect.signature(function).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return None if takes_any else frozenset(parameters)
-
-
-def _accepted(given: dict[str, Any], names: frozenset[str] | None) -> dict[str, Any]:
-    """Return those of the arguments of a call that a function takes; names: of its parameters, None: it takes any."""
-    return given if names is None else {name: value for name, value in given.items() if name in names}
-
-
-def set_attribute(stock: type[nn.Module], module: Any, name: str, value: Any) -> None:
-    """Set an attribute of an enabled module as its stock class does, and have its next calls compared."""
-    stock.__setattr__(module, name, value)
-    if name != "training" and (record := vars(module).get(CALLS)) is not None:
-        record.changed()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict
+    names = frozenset(parameters)
+    return lambda given: {name: value for name, value in given.items() if name in names}
 
 
 class PassesOn:
-    """Mixin, in place of the class that is the last base, of modules that only pass on masks or positions to attention."""
+    """Mixin of classes in place of those of modules that only pass masks or positions on to attention."""
 
     passes_on = True
     stock_class: type[nn.Module]
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        stock: Any = cls.__bases__[-1]
-        if issubclass(stock, nn.Module) and not issubclass(stock, PassesOn):  # else it is derived from ours, as FSDP2 does
-            cls.stock_class = stock
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Return an attribute of the stock class."""
 
     def on_enable(self) -> None:
         """Change the module when it gets this class."""
@@ -235,7 +199,6 @@ class PassesOn:
         """Undo that."""
 
     def __setstate__(self: Any, state: Any) -> None:
-        """Of a copy, and of what was loaded."""
         super().__setstate__(state)  # type: ignore[misc]
         for module in self.modules():
             if getattr(module, "passes_on", False):
@@ -247,6 +210,50 @@ def link_encoder(encoder: nn.Module, modules: Iterable[nn.Module]) -> None:
     for module in modules:
         if (record := vars(module).get(CALLS)) is not None and not getattr(module, "passes_on", False):
             record.encoders.append(weakref.ref(encoder))
+
+
+def _enabled_class(stock: Any, ours: Any, layout: Any) -> type[nn.Module]:
+    """Return the class in place of a stock class: derived from it and from ours, and called as it is. layout: of a Kind."""
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        """As the stock class's, so that copies and files have the stock class, and what it takes to make ours of it."""
+        state = self.__getstate__() if hasattr(self, "__getstate__") else vars(self)
+        return _new_instance, (stock, ours, layout), state
+
+    attributes: dict[str, Any] = {name: getattr(stock, name) for name in ("__module__", "__qualname__", "__doc__")}
+    if stock.__reduce_ex__ is object.__reduce_ex__ and stock.__reduce__ is object.__reduce__:
+        attributes["__reduce_ex__"] = reduce
+    if issubclass(ours, PassesOn):
+        attributes["stock_class"] = stock
+    else:
+        replacement: Replacement = ours.replacement(stock, layout)
+
+        @functools.wraps(stock.forward)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return replacement.forward(self, args, kwargs)
+
+        def set_attribute(self: Any, name: str, value: Any) -> None:
+            """Set an attribute as the stock class does, and have the next calls compared."""
+            stock.__setattr__(self, name, value)
+            if name != "training" and (record := vars(self).get(CALLS)) is not None:
+                record.changed()
+
+        attributes |= {ATTRIBUTE: replacement, "forward": forward, "__setattr__": set_attribute}
+    metaclass: Any = type(stock)
+    if layout is None:
+        return metaclass(stock.__name__, (ours, stock), attributes)  # type: ignore[no-any-return]
+    found: type[nn.Module] = metaclass(stock.__name__, (nn.Module,), attributes)
+    found.__bases__ = (stock,)  # not from the start: a class of the user may keep a list of those derived from it
+    return found
+
+
+enabled_class: Callable[[Any, Any, Any], type[nn.Module]] = functools.cache(_enabled_class)
+
+
+def _new_instance(stock: type[nn.Module], ours: Any, layout: Any) -> nn.Module:
+    """Return a module without attributes, for a copy or a file; its first calls are compared."""
+    found = enabled_class(stock, ours, layout)
+    return found.__new__(found)
 
 
 def stock_class(module: nn.Module) -> type[nn.Module] | None:

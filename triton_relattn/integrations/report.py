@@ -157,11 +157,7 @@ class _Counter(TorchDispatchMode):
 def count_bytes(
     replacement: Replacement, module: nn.Module, lengths: tuple[int, ...], parent: nn.Module | None
 ) -> tuple[tuple[int | None, int | None], ...]:
-    """Return for each length how many bytes the tensors of one sequence's forward take at their peak, in float32, beside the
-    weights: of the stock forward and of ours; None if the forward needs values.
-
-    What the operator keeps for the time of a call in blocks is not counted. parent: the module around it.
-    """
+    """Return, for each length, the peak bytes of the tensors of both forwards, without weights; None if one needs values."""
 
     def count(model: Any, length: int, is_ours: bool) -> int | None:
         try:

@@ -16,14 +16,10 @@ MOST_WEIGHTS = 1 << 24
 
 
 def shadow(module: nn.Module, convert: Convert, replace: Callable[[nn.Module], nn.Module | None] | None = None) -> Any:
-    """Return a module with the same class, children, settings and hooks as a module, and with its tensors converted.
+    """Return a second instance of a module, with tensors converted; setting its attributes does not change the module.
 
-    What is assigned to the shadow or to its children does not reach the module. Other objects are shared, so that
-    what holds for the module's settings holds for the shadow's; dictionaries and lists are copied, but not what they hold.
-
-    Args:
-        convert: applied to each parameter and buffer, and to each tensor that is an attribute. Tied tensors stay tied.
-        replace: returns what stands in place of a child; None: its shadow.
+    Other objects are shared, dictionaries and lists copied, and tied tensors stay tied. replace: returns what stands in place of
+    a child; None: its shadow.
     """
     tensors: dict[int, torch.Tensor] = {}
     modules: dict[int, Any] = {}
@@ -51,11 +47,23 @@ def shadow(module: nn.Module, convert: Convert, replace: Callable[[nn.Module], n
     return copied_module(module)
 
 
+def copied_tensor(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a copy of a tensor, or a parameter; of floating-point ones in dtype, unless that is None."""
+    is_floating = tensor.is_floating_point()
+    copy = tensor.detach().to(tensor.dtype if dtype is None or not is_floating else dtype, copy=True)
+    return nn.Parameter(copy, is_floating) if isinstance(tensor, nn.Parameter) else copy
+
+
+def copied(model: Any) -> Any:
+    """Return a shadow with the same parameters, and with buffers of its own."""
+    return shadow(model, lambda tensor: tensor if isinstance(tensor, nn.Parameter) else copied_tensor(tensor))
+
+
 def with_random_weights(module: nn.Module, device: str = "cpu", changes_buffers: bool = True) -> Any:
     """Return a shadow with random weights, none of them zero, in float64; in float32 if there are many, or on the device "meta".
 
-    A quantised projection, which has no floating-point weights, becomes a linear layer of its widths. changes_buffers: a buffer
-    without effect yet, as a gate of ones, shows by it; buffers of zeros and ones that are read as booleans must stay.
+    A quantised projection becomes a linear layer. changes_buffers: a buffer without effect yet, as a gate of ones, shows by it;
+    buffers of zeros and ones that are read as booleans must stay.
     """
     count = sum(weight.numel() for weight in module.parameters())
     dtype = torch.float64 if count <= MOST_WEIGHTS and device == "cpu" else torch.float32
@@ -103,10 +111,7 @@ def with_random_weights(module: nn.Module, device: str = "cpu", changes_buffers:
 
 
 def widths(child: nn.Module) -> tuple[int, int] | None:
-    """Return the numbers of channels that a projection takes and gives; None if child is none.
-
-    Linear layers, also quantised ones and those with adapters, alone or before a dropout, and convolutions of one frame.
-    """
+    """Return the widths of a linear layer, also a quantised or adapted one, or a convolution of one frame; None of others."""
     if isinstance(child, nn.Sequential):
         first, others = next(iter(child), None), list(child)[1:]
         only_drops = all(isinstance(other, (nn.Dropout, nn.Identity)) for other in others)

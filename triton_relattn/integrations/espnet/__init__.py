@@ -9,24 +9,27 @@ from ..._core.names import with_names
 from ..enable import disable, enable_in
 from ..libraries import Library, Source
 from ..report import Report
+from ..structure.transformer_xl import ProjectedPositions
 
 __all__ = ["disable", "enable"]
+
+
+class PastPositions(ProjectedPositions):
+    """The older class, whose rows are of the past alone; without zero_triu its terms of the future are those of other queries."""
+
+    @staticmethod
+    def applies(module: Any) -> bool:
+        return bool(module.zero_triu)
+
 
 SOURCES = (
     Source(
         "espnet.nets.pytorch_backend.transformer.attention",
         "ESPnet's Conformer",
-        {
-            "RelPositionMultiHeadedAttention": "conformer.RelPositionMultiHeadedAttention",
-            "LegacyRelPositionMultiHeadedAttention": "conformer.LegacyRelPositionMultiHeadedAttention",
-        },
+        {"RelPositionMultiHeadedAttention": ProjectedPositions, "LegacyRelPositionMultiHeadedAttention": PastPositions},
     ),
     Source("espnet2.asr.encoder.conformer_encoder", "ESPnet's Conformer", {"ConformerEncoder": "conformer.ConformerEncoder"}),
-    Source(
-        "cosyvoice.transformer.attention",
-        "CosyVoice's attention",
-        {"RelPositionMultiHeadedAttention": "cosyvoice.RelPositionMultiHeadedAttention"},
-    ),
+    Source("cosyvoice.transformer.attention", "CosyVoice's attention", {"RelPositionMultiHeadedAttention": ProjectedPositions}),
 )
 LIBRARY = Library("espnet", __name__, SOURCES)
 
@@ -35,23 +38,7 @@ LIBRARY = Library("espnet", __name__, SOURCES)
 def enable(module: Any, *, lengths: int | Sequence[int] = 4096, check_calls: bool = True) -> Report:
     """Let relative attention of ESPnet and CosyVoice run on :func:`triton_relattn.fused_relative_attention`.
 
-    :func:`triton_relattn.enable` does the same for models of all libraries, and says how modules are compared before.
-
-    Outputs and gradients are those of the stock classes, with ``zero_triu``, masks and dropout, and CosyVoice's caches. A mask of
-    padding stays (B, 1, 1, T), and an enabled ``ConformerEncoder`` makes it without the (T, T) that the stock one makes it of. A
-    mask for all pairs, (B, T, T), as CosyVoice makes one of chunks, is used as it is.
-
-    What differs: which probabilities dropout drops: the same rate, another random stream. ``attn``, the weights that stock
-    attention leaves in the module for pictures and for guided attention, is None. ``LegacyRelPositionMultiHeadedAttention`` is
-    replaced if it has ``zero_triu``: without, its terms of the future are those of other queries.
-
-    WeNet's class of this name has no relative term, and stays as it is.
-
-    Args:
-        module: a model, or any part of it: an encoder, a layer, one attention.
-        lengths, check_calls: as there.
-
-    Returns, Raises: as there, of these classes alone.
+    The arguments, results and errors are those of :func:`triton_relattn.enable`, for the classes that docs/libraries.md lists.
 
     Example:
         >>> from espnet2.asr.encoder.conformer_encoder import ConformerEncoder  # doctest: +SKIP

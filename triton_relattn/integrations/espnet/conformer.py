@@ -1,4 +1,4 @@
-"""ESPnet's classes: attention with relative positions, and the encoder that makes the mask of padding."""
+"""ESPnet's classes, and CosyVoice's copy: attention with relative positions, and the encoder that makes the mask of padding."""
 
 from __future__ import annotations
 
@@ -6,27 +6,11 @@ import functools
 from typing import Any
 
 import torch
-from espnet.nets.pytorch_backend.transformer import attention
 from espnet2.asr.encoder import conformer_encoder
 
 from ..calls import is_graph
 from ..libraries import with_globals
 from ..replacement import PassesOn
-from .attention import RelPositionAttention
-
-
-class RelPositionMultiHeadedAttention(RelPositionAttention, attention.RelPositionMultiHeadedAttention):
-    pass
-
-
-class LegacyRelPositionMultiHeadedAttention(RelPositionAttention, attention.LegacyRelPositionMultiHeadedAttention):
-    """The older class, whose rows are of the past alone; with zero_triu it has no others."""
-
-    is_legacy = True
-
-    @staticmethod
-    def applies(module: Any) -> bool:
-        return bool(module.zero_triu)
 
 
 def make_pad_mask(lengths: Any) -> torch.Tensor:
@@ -40,7 +24,7 @@ STOCK = conformer_encoder.ConformerEncoder.forward
 SMALL = with_globals(STOCK, make_pad_mask=make_pad_mask)
 
 
-class ConformerEncoder(PassesOn, conformer_encoder.ConformerEncoder):
+class ConformerEncoder(PassesOn):
     """Encoder whose mask of padding takes no memory but its own."""
 
     @functools.wraps(STOCK)

@@ -16,12 +16,12 @@ SOURCES = (
     Source(
         "nemo.collections.asr.parts.submodules.multi_head_attention",
         "NeMo's Conformer",
-        {"RelPositionMultiHeadAttention": "attention.RelPositionMultiHeadAttention"},
+        {"RelPositionMultiHeadAttention": "conformer.RelPositionMultiHeadAttention"},
     ),
     Source(
         "nemo.collections.asr.modules.conformer_encoder",
         "NeMo's Conformer",
-        {"ConformerEncoder": "encoder.ConformerEncoder"},
+        {"ConformerEncoder": "conformer.ConformerEncoder"},
     ),
 )
 LIBRARY = Library("nemo_toolkit", __name__, SOURCES)
@@ -31,22 +31,7 @@ LIBRARY = Library("nemo_toolkit", __name__, SOURCES)
 def enable(module: Any, *, lengths: int | Sequence[int] = 4096, check_calls: bool = True) -> Report:
     """Let NeMo's ``RelPositionMultiHeadAttention`` run on :func:`triton_relattn.fused_relative_attention`.
 
-    :func:`triton_relattn.enable` does the same for models of all libraries, and says how modules are compared before.
-
-    Outputs and gradients are those of the stock classes, with either ``use_pytorch_sdpa``, padding, dropout, caches for streaming
-    and all contexts (``att_context_size`` regular, ``chunked_limited`` and ``chunked_limited_with_rc``). An enabled
-    ``ConformerEncoder`` passes lengths, windows and chunks to its attention instead of a mask (B, T, T): memory is linear in T. A
-    mask that another encoder makes is used as it is.
-
-    What differs: which probabilities dropout drops: the same rate, another random stream. Attention that is local
-    (``rel_pos_local_attn``) or has another kind of position, and encoders with adapters (``ConformerEncoderAdapter``), keep their
-    own classes (of the latter, all but the attention). To export a model, disable it first.
-
-    Args:
-        module: a model, or any part of it: a ``ConformerEncoder``, a layer, one attention.
-        lengths, check_calls: as there.
-
-    Returns, Raises: as there, of these classes alone.
+    The arguments, results and errors are those of :func:`triton_relattn.enable`, for the classes that docs/libraries.md lists.
 
     Example:
         >>> from triton_relattn.integrations.nemo import enable  # doctest: +SKIP

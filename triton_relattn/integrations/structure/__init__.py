@@ -1,7 +1,6 @@
 """Relative attention that is found by its structure: parameters, children and arguments, in any module of any library or none.
 
-A kind is a file: how a module is read, what is computed in place of its forward, and arguments for a comparison. ``not_served``
-has what is recognised only.
+A kind is a file: how a module is read, what is computed in place of its forward, and arguments for a comparison.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ Source: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -16,8 +15,8 @@ from ... import tables
 from ...positions import RelativePositions
 from ..operators import fused_relative_attention, join_heads
 from ..shadow import projections
-from .kind import ADDED, HIDDEN, SHOWN, Kind, Layout, Refused, with_masks
-from .roles import assigned, is_table, own_parameters, split_words
+from .kind import ADDED, HIDDEN, SHOWN, Kind, Reading, Refused
+from .roles import POSITIONS, assigned, is_table, own_parameters, split_words
 
 RETURNS_ITS_BIAS = (
     "it returns its bias (1, H, N, N) for other layers to add: layers can only be replaced together, which enable does for T5 of "
@@ -31,27 +30,34 @@ class BucketedBias(Kind):
     title = "a bias by bucket of the distance (T5)"
     mask_dims = 4
 
+    meanings = (SHOWN, HIDDEN, ADDED)
+
     @classmethod
-    def layouts(cls, module: nn.Module) -> Iterator[Layout]:
+    def read(cls, module: nn.Module) -> Reading | None:
         sizes = projections(module)
         embeddings = [name for name, child in module.named_children() if is_table(child) and "bias" in split_words(name)]
         children = assigned(list(sizes), ("out", "query", "key", "value"))
         if len(embeddings) != 1 or children is None or own_parameters(module):
-            return
+            return None
         buckets, heads = getattr(module, embeddings[0]).weight.shape
         channels = sizes[children["query"]][1]
-        masks = with_masks(type(module).forward, ("states",), SHOWN, HIDDEN, ADDED)
-        if channels % heads or not masks:
-            return
-        if any("positions" in arguments.values() for arguments, _ in masks):
-            raise Refused(RETURNS_ITS_BIAS)
-        furthest = getattr(module, "relative_attention_max_distance", getattr(module, "max_distance", 128))
+        if channels % heads:
+            return None
         width = channels // heads
-        for (arguments, means), both, scale in itertools.product(masks, (True, False), (1.0, width**-0.5)):
-            options = {"width": width, "buckets": buckets, "furthest": furthest}
-            yield cls.make_layout(
-                module, {**children, "table": embeddings[0]}, arguments, mask=means, both=both, scale=scale, **options
-            )
+        return {**children, "table": embeddings[0]}, {
+            "both": (True, False),
+            "scale": (1.0, width**-0.5),
+            "width": (width,),
+            "buckets": (buckets,),
+            "furthest": (getattr(module, "relative_attention_max_distance", getattr(module, "max_distance", 128)),),
+        }
+
+    @classmethod
+    def arguments(cls, forward: Any) -> Iterator[dict[str, str]]:
+        for arguments in super().arguments(forward):
+            if POSITIONS in arguments.values():
+                raise Refused(RETURNS_ITS_BIAS)
+            yield arguments
 
     def sizes(self, module: Any) -> Iterable[tuple[int, int]]:
         return (2, 19), (1, 5), (1, self.options["furthest"] + 13)

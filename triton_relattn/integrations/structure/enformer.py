@@ -6,7 +6,7 @@ et al., "Predicting RNA-seq coverage from DNA sequence as a unifying model of ge
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ from torch import nn
 
 from ...positions import RelativePositions
 from ..operators import attend, join_heads
-from .kind import Kind, Layout
-from .roles import argument_roles, transformer_xl_roles
+from .kind import Kind, Reading
+from .roles import transformer_xl_roles
 
 
 class _Reached(Exception):
@@ -44,16 +44,12 @@ class DistanceFeatures(Kind):
     """
 
     title = "Transformer-XL's terms of features of the distance (Enformer, Borzoi)"
+    meanings = ()
 
     @classmethod
-    def layouts(cls, module: nn.Module) -> Iterator[Layout]:
+    def read(cls, module: nn.Module) -> Reading | None:
         parts = transformer_xl_roles(module)
-        if parts is None or len(parts[1]) != 4:
-            return
-        roles, shape = parts
-        for arguments in argument_roles(type(module).forward, ("states",)):
-            if set(arguments.values()) == {"states"}:
-                yield cls.make_layout(module, roles, arguments, width=shape[-1])
+        return (parts[0], {"width": (parts[1][-1],)}) if parts is not None and len(parts[1]) == 4 else None
 
     def sizes(self, module: Any) -> Iterable[tuple[int, int]]:
         return ((1, 1536),) if getattr(module, "use_tf_gamma", False) else ((2, 11), (2, 5), (2, 23))

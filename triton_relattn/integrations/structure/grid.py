@@ -16,8 +16,8 @@ from torch import nn
 from ..comparison import Sample
 from ..operators import decomposed_relative_attention
 from ..shadow import projections
-from .kind import Kind, Layout, Refused
-from .roles import argument_roles, own_parameters, split_words
+from .kind import Kind, Reading, Refused
+from .roles import own_parameters, split_words
 
 AXES = {"rel_pos_h": {"h", "height", "y", "vertical"}, "rel_pos_w": {"w", "width", "x", "horizontal"}}
 
@@ -29,25 +29,24 @@ class DecomposedPositions(Kind):
 
     title = "decomposed positions on a grid (SAM)"
     fewest = 1 << 22
+    meanings = ()
 
     @classmethod
-    def layouts(cls, module: nn.Module) -> Iterator[Layout]:
+    def read(cls, module: nn.Module) -> Reading | None:
         sizes, own = projections(module), own_parameters(module)
         joint = [name for name, (taken, given) in sizes.items() if given % 3 == 0 and given > taken]
         tables = [name for name, table in own.items() if table.dim() == 2 and {"rel", "relative"} & set(split_words(name))]
         if len(sizes) != 2 or len(joint) != 1 or len(tables) != 2:
-            return
+            return None
         axes = {role: next((name for name in tables if axis & set(split_words(name))), None) for role, axis in AXES.items()}
         width = own[tables[0]].shape[1]
         if None in axes.values() or own[tables[1]].shape[1] != width or sizes[joint[0]][1] // 3 % width:
-            return
+            return None
         if any(name.startswith(("pool", "conv_q", "conv_k")) for name, _ in module.named_children()):
             raise Refused("it pools queries and keys: decomposed_relative_attention computes it (key_grid), in your own forward")
         norms = tuple(name if hasattr(module, name) else None for name in ("q_norm", "k_norm"))
         roles: Any = {"qkv": joint[0], "out": next(name for name in sizes if name != joint[0]), **axes}
-        for arguments in argument_roles(type(module).forward, ("states",)):
-            if set(arguments.values()) == {"states"}:
-                yield cls.make_layout(module, roles, arguments, width=width, norms=norms)
+        return roles, {"width": (width,), "norms": (norms,)}
 
     def samples(self, module: Any, is_light: bool) -> Iterator[Sample]:
         own = tuple(min((len(self.part(module, role)) + 1) // 2, 14) for role in AXES)

@@ -1,41 +1,40 @@
-"""What all kinds share: how a stock module is read, the arguments of a comparison, and the class in place of the stock class."""
+"""What all kinds share: how a stock module is read, what its forward shows, arguments of a comparison, the class in its place."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from .. import replacement
 from ..comparison import Refused as Refused
-from ..comparison import Sample
+from ..comparison import Sample, cloned_arguments, described, model_dtype, run, values
 from ..in_place import FEWEST
 from ..in_place import padded as padded
 from ..operators import drop_probability, split_heads
-from ..replacement import ATTRIBUTE, Replacement
-from ..shadow import projections
-from .observation import observed
+from ..replacement import Replacement
+from ..shadow import copied, projections
 from .roles import MASK, argument_roles
 
-STATES = ("states", "query", "key", "value")
 SHOWN, HIDDEN, ADDED = "not 0 where a query sees a key", "0 where a query sees a key", "added to the scores"
 """What a mask of a stock module can mean."""
 LOW = -1e4
 """A number that hides a key if it is added to its score."""
+OF_MODULES = frozenset(vars(nn.Module()))
+"""Attributes that torch's own class has."""
+PLAIN = bool, int, float, str
 
 
 @dataclass(frozen=True)
 class Layout:
     """How a stock module is read: what its attributes and arguments stand for. A comparison has to confirm it.
 
-    roles: names of attributes, by role. arguments: names of the forward's arguments, each with its role. options: what else the
-    kind has to know. channels: of the states. drops: the child that drops attention weights, or the attribute that has the
-    probability; drops_out: the child that drops elements of the output. returns: what is in the tuple that the forward returns,
-    "tensor" or "None" each; empty: it returns a tensor.
+    roles, arguments: names of attributes and arguments, each with its role. options: what else the kind has to know. channels: of
+    the states. drops: the child that drops attention weights, or the attribute that has the probability; drops_out: the child
+    that drops elements of the output. returns: what is in the tuple that the forward returns; empty: it returns a tensor.
     """
 
     roles: tuple[tuple[str, str], ...]
@@ -56,6 +55,10 @@ class Layout:
         return ", ".join(f"{name}: {value}" for name, value in self.options if name != MASK or has_mask)
 
 
+Reading = tuple[dict[str, str], dict[str, tuple[Any, ...]]]
+"""Names of a module's attributes by role, and what each option may be, the likeliest first."""
+
+
 class Kind:
     """A way in which attention is relative, for a stock class with a layout: :meth:`compute` takes the place of its forward.
 
@@ -64,6 +67,10 @@ class Kind:
     """
 
     title: ClassVar[str]
+    state_roles: ClassVar[tuple[str, ...]] = ("states",)
+    """The roles of the first arguments."""
+    meanings: ClassVar[tuple[str, ...]] = (SHOWN, HIDDEN)
+    """What a mask may mean; none: a forward with a mask is of another kind."""
     mask_dims: ClassVar[int] = 2
     """The dimensions of a mask of padding, (B, N), (B, 1, N) or (B, 1, 1, N)."""
     fewest = FEWEST
@@ -75,40 +82,44 @@ class Kind:
         self.roles, self.options = dict(layout.roles), dict(layout.options)
 
     @classmethod
-    def layouts(cls, module: nn.Module) -> Iterator[Layout]:
-        """Yield how a module may be read; nothing if it is not of this kind.
-
-        Raises:
-            Refused: it is, and no layout can serve it.
-        """
+    def read(cls, module: nn.Module) -> Reading | None:
+        """Return how a module may be read; None: it is of another kind. Refused: it is, and cannot be served."""
         raise NotImplementedError
 
-    @staticmethod
-    def make_layout(module: nn.Module, roles: dict[str, str], arguments: dict[str, str], **options: Any) -> Layout:
-        """Return a layout. Options have the width of a head, and which dimensions are swapped if states are not (B, N, C)."""
+    @classmethod
+    def arguments(cls, forward: Any) -> Iterator[dict[str, str]]:
+        """Yield the roles that a forward's arguments may have."""
+        for roles in argument_roles(forward, cls.state_roles):
+            if cls.meanings or set(roles.values()) == set(cls.state_roles):
+                yield roles
+
+    @classmethod
+    def layouts(cls, module: nn.Module) -> Iterator[Layout]:
+        """Yield how a module may be read; nothing if it is not of this kind."""
+        if (reading := cls.read(module)) is None:
+            return
+        roles, choices = reading
         role = next(role for role in ("query", "qkv", "out") if role in roles)
         channels, projected = projections(module)[roles[role]]
-        heads = projected // options["width"] // (3 if role == "qkv" else 1)
-        return Layout(tuple(roles.items()), tuple(arguments.items()), tuple(options.items()), channels, heads)
+        for arguments in cls.arguments(type(module).forward):
+            meanings = cls.meanings if MASK in arguments.values() else (None,)
+            for chosen in itertools.product(*choices.values(), meanings):
+                options = dict(zip([*choices, MASK], chosen, strict=True))
+                heads = projected // options["width"] // (3 if role == "qkv" else 1)
+                yield Layout(tuple(roles.items()), tuple(arguments.items()), tuple(options.items()), channels, heads)
 
     @classmethod
     def candidates(cls, module: Any, model: Any) -> Iterator[tuple[str, Callable[[], Replacement]]]:
         """Yield descriptions of the replacements for a module, and functions that return them. model: its shadow."""
         stock = type(module)
         for layout in cls.layouts(module):
+            yield f" (read as {layout})", lambda layout=layout: cls.replacement(stock, observed(cls, layout, model))  # type: ignore[misc]
 
-            def make(layout: Layout = layout) -> Replacement:
-                return cls(stock, observed(cls, layout, model)).replacement()
-
-            yield f" (read as {layout})", make
-
-    def replacement(self) -> Replacement:
-        compute: Any = self.compute
-        return Replacement(self.stock, self, compute, dict(self.layout.arguments), mask=self.layout.argument(MASK) or "")
-
-    def replacing_class(self) -> type[nn.Module]:
-        """Return the class in place of the stock class."""
-        return enabled_class(type(self), self.stock, self.layout)  # type: ignore[arg-type]
+    @classmethod
+    def replacement(cls, stock: type[nn.Module], layout: Layout) -> Replacement:
+        """Return ours in place of a stock class with a layout."""
+        kind: Any = cls(stock, layout)
+        return Replacement(stock, kind, kind.compute, dict(layout.arguments), mask=layout.argument(MASK) or "")
 
     # Arguments of a comparison.
 
@@ -135,7 +146,9 @@ class Kind:
 
     def example(self, module: Any, batch: int, length: int, mask: torch.Tensor | None) -> dict[str, Any]:
         """Return arguments of the stock forward."""
-        given: dict[str, Any] = {name: self.states(batch, length) for name, role in self.layout.arguments if role in STATES}
+        given: dict[str, Any] = {
+            name: self.states(batch, length) for name, role in self.layout.arguments if role in self.state_roles
+        }
         name = self.layout.argument(MASK)
         return given if name is None or mask is None else {**given, name: mask}
 
@@ -161,13 +174,9 @@ class Kind:
     # Calls.
 
     def serves(self, module: Any, **given: Any) -> bool:
-        """Return whether a call, its arguments by role, is one that was compared.
-
-        Not if the weights, which ours does not compute, are dropped by something else than a plain dropout, nor if a boolean mask
-        is added.
-        """
+        """Return whether a call, its arguments by role, is one that was compared."""
         drops, mask = getattr(module, self.layout.drops) if self.layout.drops else 0.0, given.get(MASK)
-        if mask is not None and self.options[MASK] == ADDED and not mask.is_floating_point():
+        if mask is not None and self.options[MASK] == ADDED and not mask.is_floating_point():  # a boolean mask that is added
             return False
         return isinstance(drops, (nn.Dropout, float)) and self.accepts(module, **given)
 
@@ -183,9 +192,6 @@ class Kind:
         """Return a result in a tuple as the stock forward has it."""
         more = self.layout.returns[1:]
         return (result, *(None for _ in more)) if isinstance(result, torch.Tensor) and self.layout.returns else result
-
-    def results(self, returned: Any) -> Any:
-        return returned
 
     def pairs(self, module: Any, **given: Any) -> int:
         states = given["states"] if "states" in given else given["query"]
@@ -234,46 +240,43 @@ class Kind:
         return getattr(module, self.layout.drops_out)(out) if self.layout.drops_out else out
 
 
-def with_masks(forward: Any, states: Sequence[str], *meanings: str) -> list[tuple[dict[str, str], str]]:
-    """Return the roles that arguments of a forward may have, each with a meaning of its mask; the first, if it has no mask."""
-    roles = argument_roles(forward, states)
-    return [(given, means) for given in roles for means in (meanings if MASK in given.values() else meanings[:1])]
+def observed(kind: type[Kind], layout: Layout, model: Any) -> Layout:
+    """Return a layout with what a shadow drops and returns; raise Refused if what it computes depends on calls before."""
+    stock = type(model)
+    replacement = kind.replacement(stock, layout)
+    sample = next(replacement.ours.samples(model, False))
+    model, shapes, probabilities = copied(model), dict[str, torch.Size](), list[float]()
+    dropouts = {name: child for name, child in model.named_children() if isinstance(child, nn.Dropout)}
+    for name, child in dropouts.items():
+        child.register_forward_pre_hook(lambda _, given, name=name: shapes.__setitem__(name, given[0].shape))
+    for training in (True, False):
+        model.train(training)
+        before = _state(model)
+        with torch.no_grad():
+            dtype = model_dtype(model)
+            runs = [run(replacement, model, cloned_arguments(sample, dtype), False, dtype) for _ in range(2)]
+        returned = runs[0][0]
+        returns = described(returned, sample)
+        probabilities += runs[0][1]
+        after = _state(model)
+        counted = [name for name, value in after.items() if isinstance(value, PLAIN) and value != before.get(name)]
+        replaced = [name for name, value in after.items() if not isinstance(value, PLAIN) and value is not before.get(name)]
+        if counted or not torch.equal(*(values(out)[0] for out, _ in runs)):
+            names = counted or replaced or ["something"]
+            raise Refused(f"its forward changes {', '.join(names)}, on which what it computes next may depend")
+    weights = [name for name, shape in shapes.items() if len(shape) >= 3 and shape[-2:] == sample.pairs]
+    weights = weights or [name for name in dropouts if name not in shapes]  # torch's fused attention takes its probability
+    weights = weights or [name for name, value in vars(model).items() if type(value) is float and value in probabilities]
+    size = values(returned)[0].numel()
+    others = [name for name, shape in shapes.items() if name not in weights and shape.numel() == size]
+    return replace(layout, drops=next(iter(weights), None), drops_out=next(iter(others), None), returns=returns)
 
 
-@functools.cache
-def enabled_class(kind: type[Kind], stock: type[nn.Module], layout: Layout) -> type[nn.Module]:
-    """Return the class in place of a stock class with this layout: derived from it, and called as it is."""
-    ours = kind(stock, layout).replacement()
-
-    @functools.wraps(stock.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return ours.forward(self, args, kwargs)
-
-    def set_attribute(self: Any, name: str, value: Any) -> None:
-        replacement.set_attribute(stock, self, name, value)
-
-    def reduce(self: Any, protocol: Any) -> Any:
-        """As the stock class's, so that copies and files have the stock class, and what it takes to make ours of it."""
-        state = self.__getstate__() if hasattr(self, "__getstate__") else vars(self)
-        return _new_instance, (stock, kind, layout), state
-
-    attributes: dict[str, Any] = {
-        "__module__": stock.__module__,
-        "__qualname__": stock.__qualname__,
-        "__doc__": stock.__doc__,
-        "__setattr__": set_attribute,
-        "forward": forward,
-        ATTRIBUTE: ours,
-    }
-    if stock.__reduce_ex__ is object.__reduce_ex__ and stock.__reduce__ is object.__reduce__:
-        attributes["__reduce_ex__"] = reduce
-    metaclass: Any = type(stock)
-    found: type[nn.Module] = metaclass(stock.__name__, (nn.Module,), attributes)
-    found.__bases__ = (stock,)  # not from the start: a class of the user may keep a list of those derived from it
+def _state(model: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module and its children by name, and how often buffers were changed."""
+    found: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        found |= {prefix + name: value for name, value in vars(module).items() if name not in OF_MODULES}
+        found |= {prefix + name: buffer._version for name, buffer in module._buffers.items() if buffer is not None}
     return found
-
-
-def _new_instance(stock: type[nn.Module], kind: type[Kind], layout: Layout) -> nn.Module:
-    """Return a module without attributes, for a copy or a file; its first calls are compared."""
-    found = enabled_class(kind, stock, layout)  # type: ignore[arg-type]
-    return found.__new__(found)

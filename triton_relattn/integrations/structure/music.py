@@ -18,10 +18,8 @@ from ...positions import RelativePositions
 from ..in_place import num_heads
 from ..operators import fused_relative_attention, join_heads, split_heads
 from ..shadow import projections
-from .kind import ADDED, HIDDEN, LOW, SHOWN, Kind, Layout
-from .roles import MASK, argument_roles, assigned, is_table, own_parameters, split_words, table_weight
-
-STATES = ("query", "key", "value")
+from .kind import ADDED, HIDDEN, LOW, SHOWN, Kind, Reading
+from .roles import MASK, assigned, is_table, own_parameters, split_words, table_weight
 
 
 class PastRows(Kind):
@@ -33,31 +31,39 @@ class PastRows(Kind):
 
     title = "a row for each distance to the past (Music Transformer)"
 
+    state_roles = ("query", "key", "value")
+    meanings = (ADDED, HIDDEN, SHOWN)
+
     @classmethod
-    def layouts(cls, module: nn.Module) -> Iterator[Layout]:
+    def read(cls, module: nn.Module) -> Reading | None:
         own, sizes = own_parameters(module), projections(module)
         tables = [name for name, child in module.named_children() if is_table(child) and "bias" not in split_words(name)]
         children = assigned(list(sizes), ("out", "query", "key", "value"))
+        swapped = (None, (0, 1))
         if children is not None and len(tables) == 1 and not own:
             channels = sizes[children["query"]][1]
             heads = num_heads(module, 0)
             if getattr(module, tables[0]).weight.shape[1] != channels or not heads or channels % heads:
-                return
-            roles, clips, width = {**children, "rel_key": tables[0]}, True, channels // heads
-        else:
-            joint = [name for name, weight in own.items() if weight.dim() == 2 and weight.shape[0] == 3 * weight.shape[1]]
-            others = [name for name, weight in own.items() if weight.dim() == 2 and name not in joint]
-            biases = [name for name, weight in own.items() if weight.dim() == 1]
-            if len(sizes) != 1 or len(joint) != 1 or len(others) != 1 or len(biases) > 1 or len(own) != 2 + len(biases):
-                return
-            (out,) = sizes
-            clips, width = False, own[others[0]].shape[1]
-            if own[joint[0]].shape[1] % width:
-                return
-            roles = {"out": out, "joint": joint[0], "rel_key": others[0], **({"joint_bias": biases[0]} if biases else {})}
-        forward = type(module).forward
-        for arguments, means, swapped in itertools.product(_arguments(forward), (ADDED, HIDDEN, SHOWN), (None, (0, 1))):
-            yield cls.make_layout(module, roles, arguments, mask=means, width=width, swapped=swapped, clips=clips)
+                return None
+            roles = {**children, "rel_key": tables[0]}
+            return roles, {"width": (channels // heads,), "swapped": swapped, "clips": (True,)}
+        joint = [name for name, weight in own.items() if weight.dim() == 2 and weight.shape[0] == 3 * weight.shape[1]]
+        others = [name for name, weight in own.items() if weight.dim() == 2 and name not in joint]
+        biases = [name for name, weight in own.items() if weight.dim() == 1]
+        if len(sizes) != 1 or len(joint) != 1 or len(others) != 1 or len(biases) > 1 or len(own) != 2 + len(biases):
+            return None
+        (out,), width = sizes, own[others[0]].shape[1]
+        if own[joint[0]].shape[1] % width:
+            return None
+        roles = {"out": out, "joint": joint[0], "rel_key": others[0], **({"joint_bias": biases[0]} if biases else {})}
+        return roles, {"width": (width,), "swapped": swapped, "clips": (False,)}
+
+    @classmethod
+    def arguments(cls, forward: Any) -> Iterator[dict[str, str]]:
+        """Yield the roles of states, with each of a forward's masks as the one that hides the future."""
+        masks = [name for name in inspect.signature(forward).parameters if "mask" in split_words(name)]
+        for roles, mask in itertools.product(super().arguments(forward), masks):
+            yield {**{name: role for name, role in roles.items() if role in cls.state_roles}, mask: MASK}
 
     def sizes(self, module: Any) -> Iterable[tuple[int, int]]:
         rows = len(table_weight(self.part(module, "rel_key")))
@@ -125,11 +131,3 @@ class PastRows(Kind):
 
     def attn_mask(self, mask: torch.Tensor | None) -> torch.Tensor | None:
         return super().attn_mask(mask[None, None] if mask is not None and mask.dim() == 2 else mask)
-
-
-def _arguments(forward: Any) -> Iterator[dict[str, str]]:
-    """Yield the roles of the arguments of a forward, with each of its masks as the one that hides the future."""
-    for roles in argument_roles(forward, STATES):
-        masks = [name for name in inspect.signature(forward).parameters if "mask" in split_words(name)]
-        for mask in masks:
-            yield {**{name: role for name, role in roles.items() if role in STATES}, mask: MASK}

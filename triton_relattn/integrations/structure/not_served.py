@@ -9,11 +9,7 @@ from torch import nn
 
 
 class NotServed(NamedTuple):
-    """A kind of attention that the operator does not compute.
-
-    title: what it is. attributes: names, each of which may stand for one of several; a module that has them all is of this kind.
-    instead: what to do. has_embeddings: whether the attributes are embeddings.
-    """
+    """A kind that the operator does not compute: a module with one of each of the attributes, or embeddings, is of it."""
 
     title: str
     attributes: tuple[tuple[str, ...], ...]

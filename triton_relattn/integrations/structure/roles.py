@@ -12,17 +12,17 @@ from torch import nn
 from ..shadow import projections
 
 WORDS = {
-    "position": ("pos", "position", "positional", "rel", "relative"),
-    "out": ("o", "out", "output", "wo", "proj", "dense", "fc"),
     "query": ("q", "query", "queries", "wq"),
     "key": ("k", "key", "keys", "wk"),
     "value": ("v", "value", "values", "wv"),
+    "out": ("o", "out", "output", "wo", "proj", "dense", "fc"),
+    "position": ("pos", "position", "positional", "rel", "relative"),
     "rel_key": ("k", "key", "keys"),
     "rel_value": ("v", "value", "values"),
     "content_bias": ("u", "content"),
     "position_bias": ("v", "pos", "position"),
 }
-"""The words that say which part an attribute plays, the clearest first."""
+"""The words that say which part an attribute plays, the clearest first; parts in the order in which modules register them."""
 
 
 def split_words(name: str) -> list[str]:
@@ -33,8 +33,8 @@ def split_words(name: str) -> list[str]:
 def assigned(names: Sequence[str], roles: Sequence[str]) -> dict[str, str] | None:
     """Return a name for each role, in the order in which roles are to be decided; None if there are not as many names.
 
-    A name has a role if a word of that role is in no other name without a role. If a role finds none, all of them are given by
-    order: the names as they were registered, and roles as sorted in :data:`ORDER`.
+    A name has a role if a word of that role is in no other name without a role. If a role finds none, all are given in
+    the order of registration.
     """
     if len(names) != len(roles):
         return None
@@ -48,11 +48,7 @@ def assigned(names: Sequence[str], roles: Sequence[str]) -> dict[str, str] | Non
                 break
     if len(found) == len(roles):
         return found
-    return dict(zip(sorted(roles, key=ORDER.index), names, strict=True))
-
-
-ORDER = ["query", "key", "value", "out", "position", "rel_key", "rel_value", "content_bias", "position_bias"]
-"""The order in which modules register these parts, if their names do not say which they are."""
+    return dict(zip(sorted(roles, key=list(WORDS).index), names, strict=True))
 
 
 def is_table(child: nn.Module) -> bool:
@@ -71,9 +67,7 @@ def own_parameters(module: nn.Module) -> dict[str, Any]:
 
 
 def transformer_xl_roles(module: nn.Module) -> tuple[dict[str, str], tuple[int, ...]] | None:
-    """Return the parts of a module with five projections and two biases (..., H, D), or H * D in all, by their roles, and the
-    shape of a bias; None if it has others.
-    """
+    """Return the roles of five projections and two biases, and the shape of a bias; None if a module has others."""
     sizes, own = projections(module), own_parameters(module)
     if len(own) != 2:
         return None
@@ -91,11 +85,9 @@ ARGUMENTS = {MASK: ("mask", "masks"), POSITIONS: ("pos", "position", "positions"
 
 
 def argument_roles(forward: Any, states: Sequence[str]) -> Iterator[dict[str, str]]:
-    """Return the roles that arguments of a forward may have, the likeliest first: those of ARGUMENTS by their names,
-    states in order.
+    """Yield the roles that arguments of a forward may have, the likeliest first: by their names, and states in order.
 
-    Without an argument that is called a mask, each one but the first may be it. What has no role is left at its default: an
-    argument that has none, and of several masks all but the first.
+    Without an argument that is called a mask, each one but the first may be it. Others are left at their defaults.
     """
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = [item for item in list(inspect.signature(forward).parameters.values())[1:] if item.kind not in variadic]

@@ -5,8 +5,7 @@ Source: Shaw et al., "Self-Attention with Relative Position Representations", 20
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import nn
 from ...positions import RelativePositions
 from ..operators import fused_relative_attention, join_heads
 from ..shadow import projections
-from .kind import HIDDEN, SHOWN, Kind, Layout, with_masks
+from .kind import Kind, Reading
 from .roles import assigned, is_table, own_parameters, table_weight
 
 
@@ -27,12 +26,12 @@ class ClippedDistances(Kind):
     title = "an embedding of clipped distances (Shaw et al.)"
 
     @classmethod
-    def layouts(cls, module: nn.Module) -> Iterator[Layout]:
+    def read(cls, module: nn.Module) -> Reading | None:
         tables: dict[str, Any] = {name: child.weight for name, child in module.named_children() if is_table(child)}
         tables |= own_parameters(module)
         sizes = projections(module)
         if len(tables) != 1 or len(next(iter(tables.values())).shape) != 2:
-            return
+            return None
         (table,) = tables
         rows, width = tables[table].shape
         joint = [name for name, (_, given) in sizes.items() if any(given == 2 * other for _, other in sizes.values())]
@@ -42,11 +41,8 @@ class ClippedDistances(Kind):
         else:
             roles = assigned(list(sizes), ("out", "query", "key", "value")) or {}
         if "query" not in roles or rows % 2 == 0 or rows < 3 or sizes[roles["query"]][1] % width:
-            return
-        roles["rel_key"] = table
-        masks = with_masks(type(module).forward, ("states",), SHOWN, HIDDEN)
-        for flipped, (arguments, means) in itertools.product((True, False), masks):
-            yield cls.make_layout(module, roles, arguments, flipped=flipped, mask=means, width=width)
+            return None
+        return {**roles, "rel_key": table}, {"flipped": (True, False), "width": (width,)}
 
     def sizes(self, module: Any) -> Iterable[tuple[int, int]]:
         clipped = len(table_weight(self.part(module, "rel_key"))) // 2

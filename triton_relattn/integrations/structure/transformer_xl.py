@@ -6,7 +6,6 @@ Source: Dai et al., "Transformer-XL", 2019; Gulati et al., "Conformer", 2020.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -18,10 +17,9 @@ from ...positions import RelativePositions
 from ..comparison import Sample
 from ..operators import attend, join_heads
 from ..shadow import projections
-from .kind import ADDED, HIDDEN, SHOWN, Kind, Layout, padded, with_masks
+from .kind import ADDED, HIDDEN, SHOWN, Kind, Reading, padded
 from .roles import CACHE, MASK, POSITIONS, transformer_xl_roles
 
-STATES = ("query", "key", "value")
 LATEST, LATEST_PAST, LEGACY_PAST = "2N - 1 rows", "2N - 1 rows, those of the past count", "N rows, of the past"
 """The rows of the position embeddings, the first of the most distant past, and whether keys in the future have a term of them."""
 
@@ -34,24 +32,26 @@ class ProjectedPositions(Kind):
 
     title = "Transformer-XL's terms (ESPnet's Conformer)"
 
+    state_roles = ("query", "key", "value")
+    meanings = (SHOWN, HIDDEN, ADDED)
+
     @classmethod
-    def layouts(cls, module: nn.Module) -> Iterator[Layout]:
+    def read(cls, module: nn.Module) -> Reading | None:
         parts = transformer_xl_roles(module)
         if parts is None:
-            return
+            return None
         roles, shape = parts
         channels, width = math.prod(shape), shape[-1]
         if len(shape) < 2 or projections(module)[roles["position"]][1] != channels:
-            return
+            return None
         only_past = getattr(module, "zero_triu", None)
         rows = (LATEST, LATEST_PAST, LEGACY_PAST) if only_past is None else (LATEST_PAST if only_past else LATEST, LEGACY_PAST)
-        masks = with_masks(type(module).forward, STATES, SHOWN, HIDDEN, ADDED)
-        # First one table for all sequences; some classes want one for each of them.
-        choices = itertools.product((True, False), masks, rows, (width**-0.5, channels**-0.5))
-        for shared, (arguments, means), positions, scale in choices:
-            if POSITIONS in arguments.values():
-                options = {"rows": positions, "scale": scale, "width": width, "shared": shared}
-                yield cls.make_layout(module, roles, arguments, mask=means, **options)
+        # One table for all sequences, or one for each of them.
+        return roles, {"shared": (True, False), "rows": rows, "scale": (width**-0.5, channels**-0.5), "width": (width,)}
+
+    @classmethod
+    def arguments(cls, forward: Any) -> Iterator[dict[str, str]]:
+        return (arguments for arguments in super().arguments(forward) if POSITIONS in arguments.values())
 
     def sizes(self, module: Any) -> Iterable[tuple[int, int]]:
         return (2, 9), (1, 5), (3, 23), (1, 130)

@@ -7,7 +7,6 @@ al., "Self-Attention with Relative Position Representations", 2018.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -18,7 +17,7 @@ from ...positions import RelativePositions
 from ..in_place import num_heads
 from ..operators import fused_relative_attention, join_heads
 from ..shadow import projections
-from .kind import HIDDEN, SHOWN, Kind, Layout, padded, with_masks
+from .kind import Kind, Reading, padded
 from .roles import assigned, own_parameters
 
 
@@ -31,30 +30,30 @@ class WindowedVectors(Kind):
 
     title = "vectors for keys and values in a window (VITS)"
 
+    state_roles = ("query", "key")
+
     @classmethod
-    def layouts(cls, module: nn.Module) -> Iterator[Layout]:
+    def read(cls, module: nn.Module) -> Reading | None:
         sizes, own = projections(module), own_parameters(module)
         tables = [name for name, table in own.items() if table.dim() == 3 and table.shape[1] % 2 == 1]
         proximal = getattr(module, "proximal_bias", None)
         if len(sizes) != 4 or len(own) != len(tables) or len(tables) not in (0, 2) or not (tables or proximal is True):
-            return
+            return None
         children = assigned(list(sizes), ("out", "query", "key", "value"))
         table_roles = assigned(tables, ("rel_key", "rel_value")) if tables else {}
         if children is None or table_roles is None:
-            return
+            return None
         heads = num_heads(module, 0)
         channels = sizes[children["query"]][1]
         width = own[tables[0]].shape[2] if tables else channels // heads if heads else 0
         if not width or channels % width or any(own[name].shape != own[tables[0]].shape for name in tables):
-            return
-        block = getattr(module, "block_length", getattr(module, "input_length", None))
-        choices = (False, True) if proximal is None else (bool(proximal),)
-        swapped = (1, 2) if isinstance(getattr(module, children["query"]), nn.Conv1d) else None  # (B, C, N)
-        masks = with_masks(type(module).forward, ("query", "key"), SHOWN, HIDDEN)
-        for bias, (arguments, means) in itertools.product(choices, masks):
-            roles = {**children, **table_roles}
-            options = {"block": block, "width": width, "swapped": swapped}
-            yield cls.make_layout(module, roles, arguments, proximal=bias, mask=means, **options)
+            return None
+        return {**children, **table_roles}, {
+            "block": (getattr(module, "block_length", getattr(module, "input_length", None)),),
+            "width": (width,),
+            "swapped": ((1, 2) if isinstance(getattr(module, children["query"]), nn.Conv1d) else None,),  # (B, C, N)
+            "proximal": (False, True) if proximal is None else (bool(proximal),),
+        }
 
     def sizes(self, module: Any) -> Iterable[tuple[int, int]]:
         window = self.part(module, "rel_key").shape[1] // 2 if "rel_key" in self.roles else 0

@@ -17,8 +17,7 @@ from transformers.models.falcon.modeling_falcon import build_alibi_tensor
 from ..compact import Compact
 from ..operators import drop_probability, join_heads, split_heads
 from . import masks
-from .attention import Attention, causal_attention, update_cache
-from .encoder import Encoder
+from .base import Attention, Encoder, causal_attention, update_cache
 
 
 class AlibiAttention(Attention):
@@ -34,11 +33,7 @@ class AlibiAttention(Attention):
         cache: Any,
         **options: Any,
     ) -> torch.Tensor:
-        """Return the attention (B, Nq, C) of new states (B, H, Nq, D) over them and those of the cache.
-
-        bias: of each key, (B, H, 1, Nk) or (1, H, 1, Nk or more). attention_mask: (B, Nk), bool, False of what is hidden; or
-        (B, 1, Nq, Nk), bool or numbers that are added. options: of the operator.
-        """
+        """Return the attention (B, Nq, C) to all keys; bias (B or 1, H, 1, Nk or more), mask (B, Nk) or (B, 1, Nq, Nk)."""
         key, value, offset = update_cache(cache, self.layer_idx, key, value)
         bias = bias[..., -key.shape[2] :].to(torch.promote_types(query.dtype, torch.float32))
         is_causal = attention_mask.dim() == 2
@@ -118,10 +113,7 @@ class FalconAttention(AlibiAttention):
         cache: Any = None,
         position_embeddings: Any = None,
     ) -> tuple[torch.Tensor, None]:
-        """hidden_states (B, Nq, C), alibi (B * H, 1, Nk), attention_mask (B, Nk); a mask (B, H, Nq, Nk) has alibi in it.
-
-        position_embeddings are passed in any case; the stock class reads them where there is no alibi.
-        """
+        """hidden_states (B, Nq, C), alibi (B * H, 1, Nk), attention_mask (B, Nk), or (B, H, Nq, Nk) with alibi in it."""
         states = self._split_heads(self.query_key_value(hidden_states))
         query, key, value = (part.transpose(1, 2) for part in states)
         bias = alibi.view(-1, self.num_heads, 1, alibi.shape[-1]) / math.sqrt(self.head_dim)

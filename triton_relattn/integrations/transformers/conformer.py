@@ -1,4 +1,4 @@
-"""Conformers of Wav2Vec2-BERT, Wav2Vec2-Conformer, both Seamless M4T, and FastSpeech2Conformer."""
+"""Conformers of Wav2Vec2-BERT, Wav2Vec2-Conformer and both Seamless M4T."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from ...positions import RelativePositions
 from ..calls import is_graph
 from ..compact import Compact
 from ..masks import ChunkedWindow
-from ..operators import attend, drop_probability, folded, fused_relative_attention, join_heads, split_heads
-from . import masks
-from .attention import Attention, additive_mask, attend_evenly, sees_a_key
-from .encoder import Encoder
+from ..operators import folded, fused_relative_attention, join_heads, split_heads
+from .base import Attention, Encoder, additive_mask, attend_evenly, sees_a_key
 
 
 class ConformerAttention(Attention):
@@ -34,10 +32,7 @@ class ConformerAttention(Attention):
         relative_position_embeddings: torch.Tensor | None = None,
         chunks: tuple[int, int] | None = None,
     ) -> tuple[torch.Tensor, None]:
-        """hidden_states (B, N, C), relative_position_embeddings (1, 2N - 1, C).
-
-        chunks: length of a chunk, and number of chunks that a query sees before its own; -1: all.
-        """
+        """hidden_states (B, N, C), relative_position_embeddings (1, 2N - 1, C), chunks: size, number seen before (-1: all)."""
         rotated = hidden_states
         if self.position_embeddings_type == "rotary":
             rotated = self._apply_rotary_embedding(hidden_states, relative_position_embeddings)
@@ -80,11 +75,9 @@ class ConformerAttention(Attention):
         return max(getattr(self, "left_max_position_embeddings", 0) or 0, 30) + 10
 
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
-        width = self.linear_q.in_features
-        mask = masks.example(getattr(self, "config", None), batch, length, real)
-        given = {"hidden_states": torch.randn(batch, length, width), "attention_mask": mask}
+        given = super().example(batch, length, real)
         if self.position_embeddings_type == "relative":
-            given["relative_position_embeddings"] = torch.randn(1, 2 * length - 1, width)
+            given["relative_position_embeddings"] = torch.randn(1, 2 * length - 1, self.linear_q.in_features)
         if self.position_embeddings_type == "rotary":
             given["relative_position_embeddings"] = torch.randn(2, length, 1, 1, self.head_size)
         return given
@@ -114,33 +107,3 @@ class SeamlessM4Tv2Encoder(Encoder):
             return make(attention_mask, hidden_states)
         small = None if attention_mask is None else attention_mask[:, None, None].bool()
         return SeamlessMask.of(small, lambda _: make(attention_mask, hidden_states))
-
-
-class FastSpeech2ConformerAttention(Attention):
-    """(q_i + u) . k_j + (q_i + v) . R[j - i], both scaled; R, a row per distance and head, projected sinusoids."""
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        pos_emb: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, None]:
-        """hidden_states (B, N, C), attention_mask (B, 1, N), pos_emb (1, 2N - 1, C)."""
-        last = hidden_states.shape[1] - 1
-        out = attend(
-            split_heads(self.linear_q(hidden_states), self.head_dim),
-            split_heads(self.linear_k(hidden_states), self.head_dim),
-            split_heads(self.linear_v(hidden_states), self.head_dim),
-            split_heads(self.linear_pos(pos_emb), self.head_dim),
-            self.pos_bias_u,
-            self.pos_bias_v,
-            RelativePositions(-last, last),
-            attn_mask=None if attention_mask is None else attention_mask[:, None].ne(0),
-            dropout_p=drop_probability(self.dropout),
-        )
-        return self.linear_out(join_heads(out)), None
-
-    def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
-        width = self.linear_q.in_features
-        given = {"hidden_states": torch.randn(batch, length, width), "pos_emb": torch.randn(1, 2 * length - 1, width)}
-        return {**given, "attention_mask": None if real is None else real[:, None]}

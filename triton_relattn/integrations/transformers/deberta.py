@@ -13,8 +13,7 @@ from ...positions import RelativePositions
 from ..calls import is_graph
 from ..compact import Compact, is_small
 from ..operators import drop_probability, fused_relative_attention, join_heads, split_heads
-from .attention import Attention
-from .encoder import Encoder
+from .base import Attention, Encoder
 
 LONGEST = 520
 """Positions that are compared at most."""
@@ -42,10 +41,7 @@ class DisentangledAttention(Attention):
         relative_pos: torch.Tensor | None = None,
         rel_embeddings: torch.Tensor | None = None,
     ) -> Any:
-        """hidden_states (B, N, C), rel_embeddings (slots, C); attention_mask (B, 1, 1, N), 0 of padding, or (B, 1, N, N).
-
-        relative_pos, the distances of all pairs, is not read: they are those of positions.
-        """
+        """hidden_states (B, N, C), rel_embeddings (slots, C); attention_mask (B, 1, 1, N), 0 of padding, or (B, 1, N, N)."""
         query, key, value = self.query_key_value(hidden_states, query_states)
         term: dict[str, Any] = {"scale": (query.shape[-1] * self.num_terms()) ** -0.5}
         if rel_embeddings is not None:
@@ -161,10 +157,7 @@ class DebertaAttention(DisentangledAttention):
 
 
 class SewDAttention(DisentangledAttention):
-    """Its dropout is of a kind of its own, and queries that are padding attend as others do.
-
-    Before transformers 5.20 (is_old) the mask hides them, and without attention weights a tensor is returned.
-    """
+    """Queries that are padding attend; before transformers 5.20 (is_old) they are hidden, and a tensor is returned."""
 
     is_old = False
 

@@ -1,8 +1,10 @@
-"""The families of models that :func:`enable` knows, a line per family."""
+"""The families of models that :func:`enable` knows, their stock classes that are replaced, and ours in place of each."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+from ..libraries import Library, Source
 
 
 class Family(NamedTuple):
@@ -80,11 +82,84 @@ FAMILIES = (
 )
 
 
+CLASSES = {
+    "alibi.BloomAttention": "bloom.BloomAttention",
+    "alibi.BloomModel": "bloom.BloomModel",
+    "alibi.FalconAttention": "falcon.FalconAttention",
+    "alibi.FalconModel": "falcon.FalconModel",
+    "alibi.MptAttention": "mpt.MptAttention",
+    "alibi.MptModel": "mpt.MptModel",
+    "base.Encoder": "inkling.InklingTextModel mpnet.MPNetModel speecht5.SpeechT5Encoder vits.VitsEncoder "
+    "t5.T5Stack mt5.MT5Stack umt5.UMT5Stack longt5.LongT5Stack pop2piano.Pop2PianoStack pix2struct.Pix2StructTextModel "
+    "switch_transformers.SwitchTransformersStack wav2vec2_bert.Wav2Vec2BertEncoder wav2vec2_bert.Wav2Vec2BertAdapterLayer "
+    "wav2vec2_conformer.Wav2Vec2ConformerEncoder seamless_m4t.SeamlessM4TConformerEncoder "
+    "seamless_m4t.SeamlessM4TConformerAdapterLayer seamless_m4t_v2.SeamlessM4Tv2ConformerAdapterLayer",
+    "conformer.ConformerAttention": "wav2vec2_bert.Wav2Vec2BertSelfAttention wav2vec2_conformer.Wav2Vec2ConformerSelfAttention "
+    "seamless_m4t.SeamlessM4TConformerSelfAttention seamless_m4t_v2.SeamlessM4Tv2ConformerSelfAttention",
+    "conformer.SeamlessM4Tv2Encoder": "seamless_m4t_v2.SeamlessM4Tv2ConformerEncoder",
+    "deberta.DebertaAttention": "deberta.DisentangledSelfAttention",
+    "deberta.DebertaEncoder": "deberta.DebertaEncoder",
+    "deberta.DisentangledAttention": "deberta_v2.DisentangledSelfAttention",
+    "deberta.DisentangledEncoder": "deberta_v2.DebertaV2Encoder sew_d.SEWDTransformerEncoder",
+    "deberta.SewDAttention": "sew_d.DisentangledSelfAttention",
+    "gemma.Gemma3nAudioAttention": "gemma3n.Gemma3nAudioAttention",
+    "gemma.Gemma4AudioAttention": "gemma4.Gemma4AudioAttention",
+    "gemma.Gemma4AudioModel": "gemma4.Gemma4AudioModel",
+    "granite_speech.BlockAttention": "granite_speech.GraniteSpeechConformerAttention "
+    "granite_speech_plus.GraniteSpeechPlusConformerAttention",
+    "granite_speech.GraniteSpeech5Attention": "granite_speech5.GraniteSpeech5EncoderAttention",
+    "inkling.InklingAttention": "inkling.InklingAttention",
+    "inkling.InklingModel": "inkling.InklingModel",
+    "inkling2.FullAttention": "inkling2.Inkling2FullAttention",
+    "inkling2.SinkAttention": "inkling2.Inkling2SlidingAttention",
+    "inkling2.TextModel": "inkling2.Inkling2TextModel",
+    "kinds.FastSpeech2ConformerAttention": "fastspeech2_conformer.FastSpeech2ConformerAttention",
+    "kinds.GridAttention": "sam.SamVisionAttention sam.SamVisionSdpaAttention sam_hq.SamHQVisionAttention "
+    "sam_hq.SamHQVisionSdpaAttention deepseek_ocr2.DeepseekOcr2SamVisionAttention "
+    "deepseek_ocr2.DeepseekOcr2SamVisionSdpaAttention unlimited_ocr.UnlimitedOcrSamVisionAttention "
+    "unlimited_ocr.UnlimitedOcrSamVisionSdpaAttention got_ocr2.GotOcr2VisionAttention slanext.SLANeXtVisionAttention "
+    "pp_formulanet.PPFormulaNetVisionAttention seggpt.SegGptAttention vitdet.VitDetAttention",
+    "nemotron_asr_streaming.StreamingAttention": "nemotron_asr_streaming.NemotronAsrStreamingEncoderAttention",
+    "nemotron_asr_streaming.StreamingBlock": "nemotron_asr_streaming.NemotronAsrStreamingEncoderBlock",
+    "nemotron_asr_streaming.StreamingEncoder": "nemotron_asr_streaming.NemotronAsrStreamingEncoder",
+    "parakeet.ParakeetAttention": "parakeet.ParakeetEncoderAttention",
+    "parakeet.ParakeetEncoder": "parakeet.ParakeetEncoder",
+    "phi4_multimodal.AudioAttention": "phi4_multimodal.Phi4MultimodalAudioAttention",
+    "phi4_multimodal.AudioModel": "phi4_multimodal.Phi4MultimodalAudioModel",
+    "phi4_multimodal.RelativeAttentionBias": "phi4_multimodal.Phi4MultimodalAudioRelativeAttentionBias",
+    "speech.RelativePositionalEncoding": "speecht5.SpeechT5RelativePositionalEncoding",
+    "speech.SpeechT5Attention": "speecht5.SpeechT5Attention",
+    "speech.VitsAttention": "vits.VitsAttention",
+    "speech.WavLMAttention": "wavlm.WavLMAttention",
+    "speech.WavLMEncoder": "wavlm.WavLMEncoder wavlm.WavLMEncoderStableLayerNorm",
+    "t5.BucketedAttention": "t5.T5Attention mt5.MT5Attention longt5.LongT5Attention pop2piano.Pop2PianoAttention "
+    "switch_transformers.SwitchTransformersAttention",
+    "t5.LocalAttention": "longt5.LongT5LocalAttention",
+    "t5.MPNetEncoder": "mpnet.MPNetEncoder",
+    "t5.MPNetSelfAttention": "mpnet.MPNetSelfAttention",
+    "t5.Pix2StructAttention": "pix2struct.Pix2StructTextAttention",
+    "t5.UMT5Attention": "umt5.UMT5Attention",
+}
+"""By our class, ``module.Class`` in this folder, the stock classes in whose place it is, ``folder.Class`` of transformers."""
+
+STOCK_CLASSES = tuple((*stock.split("."), ours) for ours, classes in CLASSES.items() for stock in classes.split())
+SOURCES = tuple(
+    Source(
+        f"transformers.models.{family.folder}.modeling_{family.folder}",
+        f"{family.name}: {family.adds}",
+        {name: ours for folder, name, ours in STOCK_CLASSES if folder == family.folder},
+    )
+    for family in FAMILIES
+    if family.inside is None
+)
+LIBRARY = Library("transformers", __package__, SOURCES, oldest="5.0")
+
+
 def supported_families() -> tuple[Family, ...]:
     """Return the families of models that :func:`enable` knows.
 
     Example:
-        >>> next(each for each in supported_families() if each.folder == "parakeet").adds
+        >>> next(family for family in supported_families() if family.folder == "parakeet").adds
         "Transformer-XL's terms"
     """
     return FAMILIES

@@ -15,8 +15,7 @@ from ...positions import RelativePositions
 from ..calls import is_graph
 from ..compact import Compact, is_small, to_dense
 from ..operators import fused_relative_attention, join_heads, split_heads
-from .attention import ChunkedAttention, query_key_value
-from .encoder import Encoder
+from .base import ChunkedAttention, Encoder, query_key_value
 from .masks import PADDING
 
 

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import pad
 
 from ..operators import fused_relative_attention, join_heads, split_heads
-from .attention import ChunkedAttention, query_key_value
+from .base import ChunkedAttention, query_key_value
 
 
 def split_blocks(states: torch.Tensor, size: int) -> torch.Tensor:
@@ -23,10 +23,7 @@ def join_blocks(states: torch.Tensor, batch: int, length: int) -> torch.Tensor:
 
 
 def embedding_rows(distances: torch.Tensor) -> torch.Tensor:
-    """Return the rows of the embedding for all distances in a block, most distant past first.
-
-    distances: (size, size), the row of each pair, which depends on its distance alone.
-    """
+    """Return the rows of the embedding for all distances in a block, most distant past first; distances (size, size)."""
     return torch.cat([distances[1:, 0].flip(0), distances[0]])
 
 
@@ -88,5 +85,4 @@ class GraniteSpeech5Attention(ChunkedAttention):
 
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
         distances = pair_rows(self.context_size, self.config.max_position_embeddings)
-        states = torch.randn(batch, length, self.config.hidden_size)
-        return {"hidden_states": states, "position_embeddings": distances, "attention_mask": real}
+        return {**super().example(batch, length, None), "position_embeddings": distances, "attention_mask": real}

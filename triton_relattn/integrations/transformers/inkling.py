@@ -14,8 +14,7 @@ from ...positions import RelativePositions
 from ..libraries import argument_name
 from ..operators import join_heads, split_heads
 from . import masks
-from .attention import Attention, causal_attention, first_position, hides_future, update_cache
-from .encoder import Encoder
+from .base import Attention, Encoder, causal_attention, first_position, hides_future, update_cache
 
 CACHE = argument_name(stock.InklingShortConvolution.forward, "cache")
 
@@ -48,7 +47,7 @@ class InklingAttention(Attention):
             factor = (1.0 + self.config.log_scaling_alpha * growth)[:, None]
             query, rel_query = ((states.float() * factor).to(states.dtype) for states in (query, rel_query))
         profiles = self.rel_logits_proj.proj
-        out = attend(self, query, key, value, rel_query, profiles, attention_mask, cache, is_causal)
+        out = self.attend(query, key, value, rel_query, profiles, attention_mask, cache, is_causal)
         return self.o_proj(join_heads(out)), None
 
     def serves(self, cache: Any = None) -> bool:  # type: ignore[override]
@@ -60,58 +59,48 @@ class InklingAttention(Attention):
         return min(self.rel_extent, 500) + 10  # type: ignore[no-any-return]
 
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
-        return example(self, batch, length, real)
+        window, is_causal = self.sliding_window if self.is_sliding else None, hides_future(None, None, self.config)
+        mask = masks.example(self.config, batch, length, real, is_causal=is_causal, window=window)
+        return {"hidden_states": torch.randn(batch, length, self.config.hidden_size), "attention_mask": mask, "conv_mask": real}
 
-
-def example(module: Any, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
-    """Return states and masks of a layer."""
-    window = module.sliding_window if module.is_sliding else None
-    mask = masks.example(module.config, batch, length, real, is_causal=hides_future(None, None, module.config), window=window)
-    return {"hidden_states": torch.randn(batch, length, module.config.hidden_size), "attention_mask": mask, "conv_mask": real}
-
-
-def attend(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    rel_query: torch.Tensor,
-    profiles: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    cache: Any,
-    is_causal: bool | None,
-    sinks: torch.Tensor | None = None,
-    cache_offset: int = 0,
-) -> torch.Tensor:
-    """Compute a layer's attention over new keys and values (B, Hk, Nq, D) and those of its cache, in its window if it has one.
-
-    profiles: W, (d_rel, extent). sinks: (B, H, Nq), a further logit of each query with a value of zero: it takes a share of the
-    weights. cache_offset: from the layer's number to that of its part of the cache.
-    """
-    layer = module.layer_idx + cache_offset
-    first_key = 0 if cache is None else cache.get_mask_sizes(query.shape[2], layer)[1]
-    key, value, first_query = update_cache(cache, layer, key, value)
-    is_causal = hides_future(attention_mask, is_causal, module.config)
-    out = causal_attention(
-        query,
-        key,
-        value,
-        attention_mask,
-        rel_key=tables.from_future_first(profiles.T, dim=-2),
-        rel_query=rel_query,
-        rel_scale=1.0,
-        positions=RelativePositions(-(module.rel_extent - 1), 0, outside="zero"),
-        is_causal=is_causal,
-        window_size=(module.sliding_window - 1, 0) if module.is_sliding and is_causal else (-1, -1),
-        query_offset=first_query - first_key,
-        dropout_p=module.attention_dropout if module.training else 0.0,
-        scale=module.scaling,
-        return_lse=sinks is not None,
-    )
-    if sinks is None:
-        return out  # type: ignore[no-any-return]
-    out, lse = out
-    return out * torch.sigmoid(lse - sinks).to(out.dtype)[..., None]  # type: ignore[no-any-return]
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rel_query: torch.Tensor,
+        profiles: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        cache: Any,
+        is_causal: bool | None,
+        sinks: torch.Tensor | None = None,
+        cache_offset: int = 0,
+    ) -> torch.Tensor:
+        """Compute attention over new keys and values (B, Hk, N, D) and its cache; profiles (d_rel, extent), sinks (B, H, N)."""
+        layer = self.layer_idx + cache_offset
+        first_key = 0 if cache is None else cache.get_mask_sizes(query.shape[2], layer)[1]
+        key, value, first_query = update_cache(cache, layer, key, value)
+        is_causal = hides_future(attention_mask, is_causal, self.config)
+        out = causal_attention(
+            query,
+            key,
+            value,
+            attention_mask,
+            rel_key=tables.from_future_first(profiles.T, dim=-2),
+            rel_query=rel_query,
+            rel_scale=1.0,
+            positions=RelativePositions(-(self.rel_extent - 1), 0, outside="zero"),
+            is_causal=is_causal,
+            window_size=(self.sliding_window - 1, 0) if self.is_sliding and is_causal else (-1, -1),
+            query_offset=first_query - first_key,
+            dropout_p=self.attention_dropout if self.training else 0.0,
+            scale=self.scaling,
+            return_lse=sinks is not None,
+        )
+        if sinks is None:
+            return out  # type: ignore[no-any-return]
+        out, lse = out  # a sink is a further logit of a query with a value of zero: it takes a share of the weights
+        return out * torch.sigmoid(lse - sinks).to(out.dtype)[..., None]  # type: ignore[no-any-return]
 
 
 class InklingModel(Encoder):

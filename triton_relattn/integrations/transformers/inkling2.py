@@ -15,22 +15,21 @@ from ..calls import is_graph
 from ..compact import Compact
 from ..libraries import argument_name, with_globals
 from ..operators import join_heads
-from .attention import Attention
-from .encoder import Encoder
-from .inkling import attend, example
+from .base import Attention, Encoder
+from .inkling import InklingAttention
 
 CACHE = argument_name(stock.Inkling2ShortConvolution.forward, "cache")
 IS_5_23 = not hasattr(stock, "get_relative_distance")
 
 
-class SinkAttention(Attention):
+class SinkAttention(InklingAttention):
     """q_i . k_j + r_i . W[i - j], q and k scaled; W (d_rel, extent) zero beyond its ends; a sink per query and head.
 
     In windows. Queries and keys that are too long are shortened, values are normalised, and the output is gated. From
     transformers 5.24 on these are parts of the projections; the lines for 5.23 have a module for each.
     """
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None,
@@ -44,10 +43,7 @@ class SinkAttention(Attention):
         seq_idx: torch.Tensor | None = None,
         is_causal: bool | None = None,
     ) -> tuple[torch.Tensor, None]:
-        """All (B, N, C), conv_mask (B, N) and the others as in the stock class.
-
-        relative_distance, of each pair of query and key, (Nq, Nk), is not read: the cache says the same.
-        """
+        """All (B, N, C), conv_mask (B, N) and the others as in the stock class; relative_distance is not read."""
         key_states = hidden_states if key_hidden_states is None else key_hidden_states
         value_states = hidden_states if value_hidden_states is None else value_hidden_states
         options: dict[str, Any] = {CACHE: cache, "conv_mask": conv_mask}
@@ -65,7 +61,7 @@ class SinkAttention(Attention):
             rel_query, profiles = bias.norm(rel_query, position_ids).transpose(1, 2), bias.proj
         sinks = self.sink_proj(hidden_states).mT
         out = join_heads(
-            attend(self, query, key, value, rel_query, profiles, attention_mask, cache, is_causal, sinks, cache_offset)
+            self.attend(query, key, value, rel_query, profiles, attention_mask, cache, is_causal, sinks, cache_offset)
         )
         if not IS_5_23:
             return self.o_proj(out, hidden_states), None
@@ -91,15 +87,11 @@ class SinkAttention(Attention):
     is_dynamic = False
 
     def serves(self, cache_offset: int = 0, seq_idx: torch.Tensor | None = None) -> bool:  # type: ignore[override]
-        return super().serves() and not (IS_5_23 and (cache_offset or seq_idx is not None))
-
-    @property
-    def longest(self) -> int:
-        return min(self.rel_extent, 500) + 10  # type: ignore[no-any-return]
+        return Attention.serves(self) and not (IS_5_23 and (cache_offset or seq_idx is not None))
 
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
         position = torch.arange(length)
-        given = {**example(self, batch, length, real), "position_ids": position[None]}
+        given = {**super().example(batch, length, real), "position_ids": position[None]}
         if not IS_5_23:
             given["relative_distance"] = position[:, None] - position
         if self.is_dynamic:

@@ -16,18 +16,14 @@ from ..libraries import argument_name
 from ..masks import ChunkedWindow
 from ..operators import attend, join_heads, split_heads
 from ..replacement import PassesOn
-from .attention import Attention, first_position, query_key_value, sees_a_key
-from .encoder import Encoder
+from .base import Attention, Encoder, first_position, query_key_value, sees_a_key
 from .masks import PADDING
 
 CACHE = argument_name(stock.NemotronAsrStreamingEncoderBlock.forward, "cache")
 
 
 class StreamingAttention(Attention):
-    """(q_i + u) . k_j + (q_i + v) . R[j - i], both scaled; a frame sees its chunk and some chunks before it.
-
-    R, a row per distance and head, is projected from sinusoids; only the rows of distances between visible frames are projected.
-    """
+    """(q_i + u) . k_j + (q_i + v) . R[j - i], both scaled, R projected sinusoids; a frame sees its chunk and some before."""
 
     small = ("attention_mask",)
     constants = ("position_embeddings",)  # of which all sequences have the same
@@ -40,10 +36,7 @@ class StreamingAttention(Attention):
         cache: Any = None,
         chunks: tuple[int, int] = (1, 0),
     ) -> tuple[torch.Tensor, None]:
-        """hidden_states (B, Nq, C), position_embeddings (B, 2Nk - 1, C), attention_mask bool (B, 1, 1, Nk), True of frames.
-
-        chunks: length of a chunk, and number of chunks that a query sees before its own.
-        """
+        """hidden_states (B, Nq, C), position_embeddings (B, 2Nk - 1, C), attention_mask bool (B, 1, 1, Nk), chunks as below."""
         query, key, value = query_key_value(self, hidden_states)
         first, forgotten = first_in_chunks(chunks, cache, self.layer_idx, query.shape[2])
         if cache is not None:
@@ -91,8 +84,7 @@ class StreamingAttention(Attention):
 
 
 def first_in_chunks(chunks: tuple[int, int], cache: Any, layer: int, queries: int) -> tuple[int, int]:
-    """Return the position of the first query, counted from the chunk in which the keys begin, and how many keys of that chunk a
-    cache has forgotten. Call this before the cache is updated."""
+    """Return the first query's position in its chunks, and how many keys of the first one the cache has forgotten."""
     first_key = 0 if cache is None else cache.get_mask_sizes(queries, layer)[1]
     forgotten = first_key % chunks[0]
     return int(first_position(cache, layer)) - first_key + forgotten, forgotten
@@ -105,8 +97,7 @@ def chunk_window(real: torch.Tensor, chunks: tuple[int, int], first: int, forgot
 
 
 class StreamingBlock(PassesOn):
-    """Layer in which frames that see no real frame are set to zero before the convolution. The stock encoder finds these frames
-    in its (B, 1, N, N) mask."""
+    """Layer that sets frames without a real frame to zero before the convolution: the stock mask (B, 1, N, N) shows them."""
 
     def forward(
         self: Any,
@@ -131,8 +122,7 @@ class StreamingBlock(PassesOn):
 
 
 class StreamingEncoder(Encoder):
-    """Encoder with a mask of padding only; it passes the chunks, which the stock encoder puts in a mask (B, 1, N, N), to its
-    attention."""
+    """Encoder with a mask of padding only; chunks, which the stock mask (B, 1, N, N) shows, go to its attention."""
 
     mask_function = PADDING
 

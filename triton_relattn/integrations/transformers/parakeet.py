@@ -20,8 +20,7 @@ from ...positions import RelativePositions
 from ..calls import is_graph
 from ..compact import Compact, is_small
 from ..operators import attend, join_heads, split_heads
-from .attention import Attention, attend_evenly, query_key_value
-from .encoder import Encoder
+from .base import Attention, Encoder, attend_evenly, query_key_value
 from .masks import Padding
 
 
@@ -34,10 +33,7 @@ class ParakeetAttention(Attention):
         position_embeddings: torch.Tensor | None,
         attention_mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, None]:
-        """hidden_states (B, N, C), position_embeddings (B, 2N - 1, C) or one for all, (1, 2N - 1, C).
-
-        attention_mask: bool, (B, 1, 1, N), False of padding, which is hidden both as key and as query; or (B, 1, N, N).
-        """
+        """hidden_states (B, N, C), position_embeddings (B or 1, 2N - 1, C), attention_mask bool (B, 1, 1 or N, N)."""
         query, key, value = query_key_value(self, hidden_states)
         rel_keys = split_heads(self.relative_k_proj(position_embeddings), self.head_dim)
         last = query.shape[2] - 1

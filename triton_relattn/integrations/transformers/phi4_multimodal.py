@@ -9,8 +9,7 @@ import torch
 from ...positions import RelativePositions
 from ..compact import rows
 from ..operators import fused_relative_attention, join_heads
-from .attention import Attention, query_key_value
-from .encoder import Encoder
+from .base import Attention, Encoder, query_key_value
 
 
 class Bias(NamedTuple):

@@ -1,4 +1,7 @@
-"""T5, mT5, UMT5, Switch Transformers, Pop2Piano, Pix2Struct's text decoder, LongT5's decoder."""
+"""T5, mT5, UMT5, Switch Transformers, Pop2Piano, Pix2Struct's text decoder, LongT5 and MPNet: biases by bucket of the distance.
+
+Transient-global attention of LongT5's encoder stays stock.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,15 @@ from typing import Any
 
 import torch
 from transformers.cache_utils import EncoderDecoderCache
+from transformers.models.longt5.modeling_longt5 import _get_local_attention_mask
 
 from ... import tables
 from ...positions import RelativePositions
+from ..calls import is_graph
 from ..compact import Compact, rows, to_dense
-from ..operators import fused_relative_attention, join_heads, split_heads
+from ..operators import drop_probability, fused_relative_attention, join_heads, split_heads
 from . import masks
-from .attention import Attention, additive_mask, causal_attention, first_position, hides_future
+from .base import Attention, Encoder, additive_mask, causal_attention, first_position, hides_future
 
 LONGEST = 500
 """Positions that are compared at most."""
@@ -60,10 +65,7 @@ class BucketedAttention(Attention):
         return outputs[:2] if adds_mask_to_bias(self) else outputs
 
     def keys_and_values(self, states: torch.Tensor, others: torch.Tensor | None, cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values (B, H, Nk, D): of the module's own states and its cache, or in cross attention of others.
-
-        An ``EncoderDecoderCache`` also has those of cross attention, after the first call.
-        """
+        """Return keys and values (B, H, Nk, D): of own states and the cache, or in cross attention of others."""
         has_both = isinstance(cache, EncoderDecoderCache)
         if has_both and others is not None and cache.is_updated.get(self.layer_idx):
             layer = cache.cross_attention_cache.layers[self.layer_idx]
@@ -109,8 +111,7 @@ class BucketedAttention(Attention):
         states = torch.randn(batch, length, self.d_model if hasattr(self, "d_model") else self.hidden_size)
         mask = masks.example(getattr(self, "config", None), batch, length, real, is_causal=sees_the_past(self))
         given = {"hidden_states": states, self.mask_name: mask}
-        stock_class: Any = type(self).__bases__[-1]
-        if "cache_position" in inspect.signature(stock_class.forward).parameters:  # before transformers 5.4
+        if "cache_position" in inspect.signature(type(self).forward).parameters:  # before transformers 5.4
             given["cache_position"] = torch.arange(length)
         if self.takes_bias and not self.has_relative_attention_bias:
             table = torch.randn(self.n_heads, self.positions().num_rows)
@@ -120,7 +121,7 @@ class BucketedAttention(Attention):
 
 def adds_mask_to_bias(module: Any) -> bool:
     """Return whether stock layers pass on biases to which the mask is added, and no weights: before transformers 5.21."""
-    return not hasattr(sys.modules[type(module).__bases__[-1].__module__], "eager_attention_forward")
+    return not hasattr(sys.modules[type(module).__module__], "eager_attention_forward")
 
 
 def sees_the_past(module: Any, others: Any = None) -> bool:
@@ -157,3 +158,114 @@ class UMT5Attention(BucketedAttention):
 
     def passed_on(self, result: Any, given: dict[str, Any]) -> Any:
         return result
+
+
+class LocalAttention(Attention):
+    """q_i . k_j + b[bucket(j - i)], not scaled, in a window; the first layer makes b and passes it on."""
+
+    small = ("position_bias",)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        mask: torch.Tensor,
+        position_bias: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """hidden_states (B, N, C), position_bias (H, R), mask bool (B, 1, blocks, size, 3 * size)."""
+        passed_on, positions = position_bias, self.positions()
+        if position_bias is None and self.has_relative_attention_bias:
+            position_bias = BucketedAttention.bias_table(self, hidden_states.device)  # type: ignore[arg-type]
+            passed_on = self.small_bias(position_bias, mask)
+        real = mask[:, 0].diagonal(self.block_len, dim1=-2, dim2=-1).flatten(1)  # a frame that is not padding sees itself
+        out: Any = fused_relative_attention(
+            *(split_heads(project(hidden_states), self.key_value_proj_dim) for project in (self.q, self.k, self.v)),
+            rel_bias=position_bias,
+            positions=None if position_bias is None else positions,
+            attn_mask=real[:, None, None, : hidden_states.shape[1]],
+            window_size=(self.local_radius, self.local_radius),
+            scale=1.0,
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+        return self.o(join_heads(out)), passed_on
+
+    def positions(self) -> RelativePositions:
+        return RelativePositions(-self.local_radius, self.local_radius)
+
+    def small_bias(self, table: torch.Tensor, mask: torch.Tensor) -> Any:
+        """Return biases (H, R) for the next layer, of which stock layers make (1, 1, H, size, 3 * size), and add the mask."""
+        positions, size = self.positions(), self.block_len
+
+        def make(table: torch.Tensor) -> torch.Tensor:
+            bias = rows(table, positions, size, 3 * size, size)[None, None]
+            return bias + torch.where(mask > 0, 0.0, -1e10).transpose(1, 2)
+
+        return Compact.of(table, make)
+
+    def serves(self, mask: torch.Tensor | None) -> bool:  # type: ignore[override]
+        """Return whether ours computes a call: without a mask stock attention sees all of three blocks."""
+        return super().serves() and mask is not None
+
+    def keys_per_query(self, keys: int) -> int:
+        return min(keys, 3 * self.block_len)  # type: ignore[no-any-return]
+
+    def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
+        real = torch.ones(batch, length).bool() if real is None else real
+        mask = _get_local_attention_mask(real, self.block_len, real.device)
+        given: dict[str, Any] = {"hidden_states": torch.randn(batch, length, self.d_model), "mask": mask}
+        if not self.has_relative_attention_bias:
+            given["position_bias"] = self.small_bias(torch.randn(self.n_heads, 2 * self.local_radius + 1), mask)
+        return given
+
+
+MPNET_BUCKETS, MPNET_LAST = 32, 128
+"""MPNet's own numbers, whatever its config says: all distances from the last on share one bucket."""
+MPNET_POSITIONS = RelativePositions(-MPNET_LAST, MPNET_LAST)
+
+
+class MPNetSelfAttention(Attention):
+    """q_i . k_j, scaled, + b[bucket(j - i)], one table for all layers."""
+
+    small = ("position_bias",)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_bias: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor]:
+        """hidden_states (B, N, C), position_bias (H, R), where the stock encoder has (B, H, N, N)."""
+        out: Any = fused_relative_attention(
+            *(split_heads(project(hidden_states), self.attention_head_size) for project in (self.q, self.k, self.v)),
+            rel_bias=position_bias,
+            positions=None if position_bias is None else MPNET_POSITIONS,
+            attn_mask=additive_mask(attention_mask, hidden_states.dtype),
+            dropout_p=drop_probability(self.dropout),
+        )
+        return (self.o(join_heads(out)),)
+
+    @property
+    def longest(self) -> int:
+        return MPNET_LAST + 10
+
+    def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
+        states = torch.randn(batch, length, self.q.in_features)
+        table = torch.randn(self.num_attention_heads, MPNET_POSITIONS.num_rows)
+        mask = None if real is None else torch.zeros(real.shape).masked_fill(~real, torch.finfo(torch.float32).min)[:, None, None]
+        return {"hidden_states": states, "attention_mask": mask, "position_bias": mpnet_bias(table, states)}
+
+
+def mpnet_bias(table: torch.Tensor, states: torch.Tensor) -> Any:
+    """Return the biases (H, R) for the layers, of which the stock encoder makes (B, H, N, N)."""
+    batch, length = states.shape[:2]
+    return Compact.of(table, lambda small: rows(small, MPNET_POSITIONS, length, length).expand(batch, -1, -1, -1))
+
+
+class MPNetEncoder(Encoder):
+    mask_function = None
+
+    def compute_position_bias(self, x: torch.Tensor, position_ids: Any = None, num_buckets: int = MPNET_BUCKETS) -> Any:
+        if is_graph() or position_ids is not None:
+            return super().compute_position_bias(x, position_ids, num_buckets)  # type: ignore[misc]
+        distances = torch.arange(-MPNET_LAST, MPNET_LAST + 1, device=x.device)
+        bias: torch.Tensor = self.relative_attention_bias(tables.t5_buckets(distances, num_buckets, MPNET_LAST))
+        return mpnet_bias(bias.T, x)

@@ -23,7 +23,7 @@ SOURCES = (
             "RelativeProjPositionalBias": "biases.RelativeProjPositionalBias",
         },
     ),
-    Source("x_transformers.attend", "x-transformers' attention", {"Attend": "attend.Attend"}),
+    Source("x_transformers.attend", "x-transformers' attention", {"Attend": "biases.Attend"}),
 )
 LIBRARY = Library("x-transformers", __name__, SOURCES)
 
@@ -32,23 +32,7 @@ LIBRARY = Library("x-transformers", __name__, SOURCES)
 def enable(module: Any, *, lengths: int | Sequence[int] = 4096, check_calls: bool = True) -> Report:
     """Let attention of x-transformers that has a bias by distance run on :func:`triton_relattn.fused_relative_attention`.
 
-    :func:`triton_relattn.enable` does the same for models of all libraries, and says how modules are compared before.
-
-    Outputs and gradients are those of the stock classes, masks, caches, memories and grouped heads included. A module of biases
-    then passes on a row per distance, and its attention uses it. Where stock attention does more than softmax (talking heads,
-    memory keys and values, residual or selective attention in one module, a sink, another activation, two biases at once), the
-    rows become the stock tensor, and all goes on as in the stock model.
-
-    What differs: which probabilities dropout drops; a query of which mask and causality together hide all keys gets zero, not the
-    mean of all values. Weights are not kept: what asks an enabled model for them (``return_attn``, ``attn_z_loss``,
-    ``residual_attn``) raises ValueError.
-
-    Args:
-        module: a model, or a part of it. Models built with ``rel_pos_bias`` (T5's buckets), ``dynamic_pos_bias`` (an MLP of
-            the distance), ``alibi_pos_bias`` or ``use_rel_proj_pos_bias`` (Inkling's) have such biases.
-        lengths, check_calls: as there.
-
-    Returns, Raises: as there, of these classes alone.
+    The arguments, results and errors are those of :func:`triton_relattn.enable`, for the classes that docs/libraries.md lists.
 
     Example:
         >>> from x_transformers import Encoder  # doctest: +SKIP

@@ -1,33 +1,39 @@
-"""Common parts of the attention modules of the families."""
+"""What classes of all families share: attention, and the encoders that pass masks and positions to it."""
 
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
+from ..compact import STOCK_READS
+from ..enable import enable_in
 from ..in_place import InPlace
 from ..masks import ChunkedWindow
 from ..operators import fused_relative_attention, split_heads
-from .masks import COLLECTS, collects_weights
+from ..replacement import PassesOn
+from ..shadow import projections
+from . import masks
+from .masks import COLLECTS, PADDING_IF_THAT_IS_ALL, collects_weights, view
+
+_ASKED: list[bool] = []
+STOCK_READS.append(lambda: bool(_ASKED))
 
 
 class Attention(InPlace):
     """Mixin, in place of a class of transformers. While weights are collected, calls are the stock forward's."""
 
-    config: Any
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """Return an attribute of the stock class."""
-
     def serves(self) -> bool:  # type: ignore[override]
-        if COLLECTS:
-            return not collects_weights()
-        return torch.compiler.is_compiling() or not getattr(getattr(self, "config", None), "output_attentions", False)
+        return not wants_weights(self)
+
+    def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
+        (width, _), *_ = projections(self).values()  # type: ignore[arg-type]
+        mask = masks.example(getattr(self, "config", None), batch, length, real)
+        return {"hidden_states": torch.randn(batch, length, width), "attention_mask": mask}
 
     def prepare(self) -> None:
         """An implementation that needs a GPU is compared as sdpa."""
@@ -35,6 +41,13 @@ class Attention(InPlace):
         if getattr(config, "_attn_implementation", "eager") not in ("eager", "sdpa"):
             self.config = copy.copy(config)
             self.config._attn_implementation = "sdpa"
+
+
+def wants_weights(module: Any) -> bool:
+    """Return whether attention weights are asked for, which only the stock forward computes."""
+    if COLLECTS:
+        return collects_weights()
+    return not torch.compiler.is_compiling() and getattr(getattr(module, "config", None), "output_attentions", False)
 
 
 class ChunkedAttention(Attention):
@@ -52,13 +65,11 @@ def query_key_value(module: Any, states: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def additive_mask(attention_mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return a mask as transformers' eager attention adds it to logits of dtype: the lowest number where a key is hidden.
-
-    Beside that number all logits vanish. So a query whose keys are all hidden sees them evenly, in the operator as in eager. The
-    operator's logits are float32 at least, beside which -65504, the lowest number of float16, is not low enough.
-    """
+    """Return a mask as transformers' eager attention adds it to logits of dtype: the lowest number where a key is hidden."""
     if attention_mask is None:
         return None
+    # Beside the lowest number all logits vanish: a query whose keys are all hidden sees them evenly. Logits are float32 at least,
+    # beside which -65504, the lowest number of float16, is not low enough.
     wide = torch.promote_types(dtype, torch.float32)
     lowest = torch.finfo(wide).min
     if attention_mask.dtype == torch.bool:
@@ -97,13 +108,11 @@ def sees_a_key(window: ChunkedWindow, queries: int) -> torch.Tensor:
 
 
 def first_position(cache: Any, layer: int) -> Any:
-    """Return the position of the first new query, which is the number of keys before it in a layer's cache: an int or a tensor.
-
-    Call it before the cache is updated. A static cache counts in a tensor that it changes in place; a copy is returned.
-    """
+    """Return the position of the first new query, an int or a tensor, before the layer's cache is updated."""
     if cache is None:
         return 0
     position = (getattr(cache, "get_query_offset", None) or cache.get_seq_length)(layer)  # the latter before transformers 5.23
+    # A static cache counts in a tensor that it changes in place.
     return position.clone() if isinstance(position, torch.Tensor) else position
 
 
@@ -116,10 +125,7 @@ def update_cache(cache: Any, layer: int, key: torch.Tensor, value: torch.Tensor)
 
 
 def hides_future(attention_mask: torch.Tensor | None, is_causal: bool | None, config: Any) -> bool:
-    """Return whether the attention of a causal model has to hide the future itself. A mask (B, 1, Nq, Nk) does so already.
-
-    is_causal: of the call; False, there or in the config, makes a model attend in both directions.
-    """
+    """Return whether a causal model's attention has to hide the future itself; a mask (B, 1, Nq, Nk) does so already."""
     if attention_mask is not None and attention_mask.dim() == 4:
         return False
     return (getattr(config, "is_causal", True) if is_causal is None else is_causal) is not False
@@ -134,10 +140,7 @@ def causal_attention(
     query_offset: Any = 0,
     **options: Any,
 ) -> Any:
-    """Compute attention of a causal model, whose mask is padding, (B, Nk), or has all that its queries see, (B, 1, Nq, Nk).
-
-    Queries that see no key get zeros. options: of the operator.
-    """
+    """Compute attention of a causal model; the mask is padding, (B, Nk), or has all that queries see, (B, 1, Nq, Nk)."""
     if attention_mask is not None and attention_mask.dim() == 2:
         attention_mask = attention_mask[:, None, None, :]
     if isinstance(query_offset, torch.Tensor):
@@ -145,3 +148,47 @@ def causal_attention(
     return fused_relative_attention(
         query, key, value, attn_mask=attention_mask, query_offset=query_offset, enable_gqa=True, **options
     )
+
+
+def with_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward that passes on what stock attention takes if weights are asked for as output_attentions."""
+
+    @functools.wraps(forward)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        asked = kwargs.get("output_attentions")
+        if asked is None:
+            asked = getattr(getattr(self, "config", None), "output_attentions", False)
+        if not asked:
+            return forward(self, *args, **kwargs)
+        _ASKED.append(True)
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            _ASKED.pop()
+
+    return run
+
+
+class Encoder(PassesOn):
+    """Mixin of encoders that pass on small masks: by a function that their config names, or, without one, their own."""
+
+    mask_function: str | None = PADDING_IF_THAT_IS_ALL
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "stock_class" in vars(cls):
+            cls.forward = with_weights(cls.forward)  # type: ignore[attr-defined]
+
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        """Make a model of an enabled model's class, and enable it. Its config may be that of the enabled model."""
+        super().__init__(getattr(config, "stock", config), *args, **kwargs)  # type: ignore[call-arg]
+        self.__class__ = self.stock_class
+        enable_in(self, (), True, ("transformers",), structures=False)
+
+    def on_enable(self: Any) -> None:
+        if self.mask_function and hasattr(self, "config"):
+            self.config = view(self.config, self.mask_function)
+
+    def on_disable(self: Any) -> None:
+        if self.mask_function and hasattr(self, "config"):
+            self.config = getattr(self.config, "stock", self.config)  # unless it was replaced meanwhile

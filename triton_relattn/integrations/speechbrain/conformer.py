@@ -1,24 +1,28 @@
-"""SpeechBrain's attention with relative positions."""
+"""SpeechBrain's attention with relative positions, and the transformer for speech recognition that makes its masks."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import torch
-from speechbrain.nnet import attention as stock
+from speechbrain.lobes.models.transformer import TransformerASR as transformer_asr
 from torch import nn
 
 from ...positions import RelativePositions
+from ..calls import is_graph
 from ..in_place import InPlace
+from ..libraries import with_globals
 from ..masks import ChunkedWindow
 from ..operators import attend, drop_probability, join_heads, split_heads
+from ..replacement import PassesOn
 
 LEFT = 5
 """The window of a comparison."""
 
 
-class RelPosMHAXL(InPlace, stock.RelPosMHAXL):
+class RelPosMHAXL(InPlace):
     """(q_i + u) . k_j + (q_i + v) . R[j - i], both over sqrt(embed_dim); R, a row per distance and head, projected sinusoids."""
 
     @staticmethod
@@ -36,10 +40,7 @@ class RelPosMHAXL(InPlace, stock.RelPosMHAXL):
         attn_mask: torch.Tensor | ChunkedWindow | None = None,
         return_attn_weights: bool = True,
     ) -> Any:
-        """query (B, Nq, C), key and value (B, Nk, C), pos_embs (1, 2Nk - 1, C).
-
-        Bool masks are True of what is hidden, key_padding_mask (B, Nk), attn_mask (Nq, Nk) or (B * H, Nq, Nk); numbers are added.
-        """
+        """query (B, Nq, C), key and value (B, Nk, C), pos_embs (1, 2Nk - 1, C); bool masks are True of what is hidden."""
         states = self._query_key_value(query, key, value)
         queries = query.shape[1]
         operator = functools.partial(
@@ -64,9 +65,6 @@ class RelPosMHAXL(InPlace, stock.RelPosMHAXL):
     @staticmethod
     def counted(mask: torch.Tensor) -> torch.Tensor | None:
         return None
-
-    def pairs(self, query: torch.Tensor, key: torch.Tensor) -> int:  # type: ignore[override]
-        return len(query) * self.num_heads * query.shape[1] * key.shape[1]
 
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
         states, rows = torch.randn(batch, length, self.embed_dim), torch.randn(1, 2 * length - 1, self.embed_dim)
@@ -103,3 +101,44 @@ class RelPosMHAXL(InPlace, stock.RelPosMHAXL):
             return ~mask if shown is None else shown & ~mask
         mask = mask.to(query.dtype)
         return mask if shown is None else mask.masked_fill(~shown, -torch.inf)
+
+
+def make_masks(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """Return what ``make_transformer_src_tgt_masks`` does, but no mask (T, T) of what the encoder's attention sees."""
+    given = inspect.signature(transformer_asr.make_transformer_src_tgt_masks).bind(*args, **kwargs).arguments
+    causal, dynchunktrain_config = given.pop("causal", False), given.pop("dynchunktrain_config", None)
+    src_padding, tgt_padding, _, tgt_mask = transformer_asr.make_transformer_src_tgt_masks(**given)
+
+    def make() -> Any:
+        return transformer_asr.make_transformer_src_tgt_masks(*args, **kwargs)[2]
+
+    window = None
+    if causal:
+        window = ChunkedWindow(right=0, make=make)
+    elif dynchunktrain_config is not None:
+        left = dynchunktrain_config.left_context_size_frames()
+        window = ChunkedWindow(left=-1 if left is None else left, right=0, chunk=dynchunktrain_config.chunk_size, make=make)
+    return src_padding, tgt_padding, window, tgt_mask
+
+
+FORWARD, ENCODE = (
+    with_globals(function, make_transformer_src_tgt_masks=make_masks)
+    for function in (transformer_asr.TransformerASR.forward, transformer_asr.TransformerASR.encode)
+)
+
+
+class TransformerASR(PassesOn):
+    """Model that passes causality and chunks to the attention of its Conformer, instead of a mask (T, T)."""
+
+    @staticmethod
+    def applies(module: Any) -> bool:
+        return module.attention_type == "RelPosMHAXL" and type(module.encoder).__name__ == "ConformerEncoder"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return FORWARD(self, *args, **kwargs) if self._is_enabled() else super().forward(*args, **kwargs)  # type: ignore[misc]
+
+    def encode(self, *args: Any, **kwargs: Any) -> Any:
+        return ENCODE(self, *args, **kwargs) if self._is_enabled() else super().encode(*args, **kwargs)  # type: ignore[misc]
+
+    def _is_enabled(self) -> bool:
+        return not is_graph() and all(isinstance(layer.mha_layer, RelPosMHAXL) for layer in self.encoder.layers)
