@@ -81,7 +81,7 @@ def music(length: int, is_spread: bool) -> tuple[nn.Module, Callable[[int], torc
         inputs, targets = training_batch(chorales, length, settings.batch, True, 0, step)
         count = (targets != IGNORED).sum()
         if is_spread:
-            inputs, targets = (distributed.shard(each, 1) for each in (inputs, targets))
+            inputs, targets = (distributed.shard(tensor, 1) for tensor in (inputs, targets))
         return token_losses(model, inputs, targets).sum() / count
 
     return model, loss
@@ -123,7 +123,7 @@ def with_operator(layer: Any, length: int, is_spread: bool) -> None:
 
     def attend(hidden_states: torch.Tensor, position_embeddings: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        query, key, value = (each(hidden_states).unflatten(-1, heads).transpose(1, 2) for each in projections)
+        query, key, value = (projection(hidden_states).unflatten(-1, heads).transpose(1, 2) for projection in projections)
         rel_key = attention.relative_k_proj(position_embeddings)[0].unflatten(-1, heads).transpose(0, 1)
         query, rel_bias = tables.fold_transformer_xl(query, rel_key, attention.bias_u, attention.bias_v, attention.scaling)
         out = operator(
@@ -162,7 +162,7 @@ def parakeet(length: int, is_spread: bool) -> tuple[nn.Module, Callable[[int], t
     wanted = torch.randn_like(x)
     with_operator(layer, length, is_spread)  # stock attention takes its softmax in float32
     if is_spread:
-        x, wanted = (distributed.shard(each, 1) for each in (x, wanted))
+        x, wanted = (distributed.shard(tensor, 1) for tensor in (x, wanted))
 
     def loss(_: int) -> torch.Tensor:
         out = layer(x, position_embeddings=positions)
@@ -186,7 +186,7 @@ def worker(rank: int, ranks: int, length: int, folder: str) -> None:
         loss = max(abs(one - other) for one, other in zip(losses, exact_losses, strict=True))
         gradient = max(float((gradients[parameter] - exact).abs().max()) for parameter, exact in exact_gradients.items())
         if rank == 0:
-            print(f"{name}, {ranks} ranks, length {length}, losses {', '.join(f'{each:.6f}' for each in losses)}")
+            print(f"{name}, {ranks} ranks, length {length}, losses {', '.join(f'{loss:.6f}' for loss in losses)}")
             print(f"  differences from one process: {loss:.1e} of losses, {gradient:.1e} of gradients; rank 0 sent {sent}")
         if not max(loss, gradient) < 1e-9:
             raise RuntimeError(f"{name}: rank {rank} differs by {loss} and {gradient}")

@@ -297,7 +297,7 @@ def train(options: argparse.Namespace) -> int:
     settings = run.settings
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
     split = chorales.split(chorales.load(settings.chorales))
-    if any(all(len(each.tokens) <= settings.length for each in part) for part in (split.validation, split.test)):
+    if any(all(len(piece.tokens) <= settings.length for piece in part) for part in (split.validation, split.test)):
         raise argparse.ArgumentError(None, "no chorale for validation, or none for test, is longer than --length")
     print(f"{settings}\n{parameters:,} parameters on {device}")
     for name, part in dataclasses.asdict(split).items():

@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.processor_time:
         for side in options.sides:
             times = processor_seconds(side, options.small)
-            body = [[method, *(short_time(1e3 * each) for each in of_method)] for method, of_method in times.items()]
+            body = [[method, *(short_time(1e3 * seconds) for seconds in of_method)] for method, of_method in times.items()]
             print(table([f"{side} x {side}", *DIRECTIONS], body))
         return 0
     file = options.out / "sam.csv"

@@ -160,7 +160,9 @@ def samples(draw: st.DrawFn, limits: Limits = OF_KERNELS if INTERPRETED else ANY
     if draw(st.integers(0, 2)):
         # Most end where a tile does, or one beside it, as queries see it that are shifted by the offset.
         near = [[max(border + step + sign * some % SIDE, 0) for step in (1, 0, -1) for border in (0, SIDE)] for sign in (1, -1)]
-        ends = (st.sampled_from(each) | st.sampled_from(each) | distance | st.sampled_from([-1, 0, 1, FAR]) for each in near)
+        ends = (
+            st.sampled_from(borders) | st.sampled_from(borders) | distance | st.sampled_from([-1, 0, 1, FAR]) for borders in near
+        )
         fields["window_size"] = draw(st.tuples(*ends))
     fields["is_causal"] = draw(rarely(False, True))
     if draw(st.integers(0, 4)):

@@ -286,7 +286,7 @@ def table_gradient_budget(
     keep = kept(inputs, **arguments) if keep is None else keep
     if "cu_seqlens_q" in arguments:
         batch = Batch(arguments)
-        tensors = batch.inputs({name: each for name, each in inputs._asdict().items() if each is not None})
+        tensors = batch.inputs({name: tensor for name, tensor in inputs._asdict().items() if tensor is not None})
         tensors |= {"d_out": batch.padded(inputs.d_out, "q"), "d_lse": batch.padded(inputs.d_lse.T, "q")}
         packing = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
         arguments = {name: value for name, value in arguments.items() if name not in packing}
@@ -325,7 +325,7 @@ def unlucky(
         changed = Inputs(*(moved(tensor, generator) for tensor in inputs)) if number else inputs  # type: ignore[arg-type]
         exact, found = golden(changed) if number else right, reference(changed)
         errors.append({name: (found[name].double() - exact[name]).masked_fill(exact[name].isinf(), 0) for name in found})
-    farthest = {name: max((each[name] for each in errors), key=lambda error: float(error.norm(math.inf))) for name in errors[0]}
+    farthest = {name: max((draw[name] for draw in errors), key=lambda error: float(error.norm(math.inf))) for name in errors[0]}
     return right, {name: right[name] + error for name, error in farthest.items()}
 
 

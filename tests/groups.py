@@ -13,7 +13,7 @@ def flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, value in arguments.items():
         if is_group(name, value):
-            result |= {PREFIXES[name] + field: each for field, each in zip(value._fields, value, strict=True)}
+            result |= {PREFIXES[name] + field: member for field, member in zip(value._fields, value, strict=True)}
         else:
             result[name] = value
     return result
@@ -24,7 +24,7 @@ def grouped(arguments: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[st
     result: dict[str, Any] = {}
     for name, value in arguments.items():
         if is_group(name, value):
-            given = {field: changed.get(PREFIXES[name] + field, each) for field, each in value._asdict().items()}
+            given = {field: changed.get(PREFIXES[name] + field, member) for field, member in value._asdict().items()}
             result[name] = value._replace(**given)
         else:
             result[name] = changed.get(name, value)
@@ -40,7 +40,9 @@ def flat_types(arguments: Mapping[str, Any], types: Mapping[str, Any]) -> dict[s
     result: dict[str, Any] = {}
     for name, kind in types.items():
         if is_group(name, arguments[name]):
-            result |= {PREFIXES[name] + field: each for field, each in zip(arguments[name]._fields, kind, strict=True)}
+            result |= {
+                PREFIXES[name] + field: field_type for field, field_type in zip(arguments[name]._fields, kind, strict=True)
+            }
         else:
             result[name] = kind
     return result

@@ -60,7 +60,7 @@ def within(
 
 def farthest(what: str, error: torch.Tensor | float, allowance: torch.Tensor | float) -> tuple[float, float, float]:
     """Return the largest ratio of an error and its allowance, infinite for NaN, and both where that is."""
-    errors, allowances = (torch.as_tensor(each, device="cpu", dtype=torch.float64).detach() for each in (error, allowance))
+    errors, allowances = (torch.as_tensor(values, device="cpu", dtype=torch.float64).detach() for values in (error, allowance))
     if not bool((allowances >= 0).all()) or (allowances.dim() == 0 and not 0 < float(allowances) < math.inf):
         raise AssertionError(f"{what}: {allowance} is no allowance")
     if bool((errors < 0).any()):
@@ -91,11 +91,11 @@ def assert_near(
         AssertionError: shapes or dtypes differ, or the error is larger, or not finite numbers stand in other places.
     """
     if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
-        found, wanted = (f"{tuple(each.shape)} {each.dtype}" for each in (actual, expected))
+        found, wanted = (f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in (actual, expected))
         raise AssertionError(f"{what}: {found}, expected {wanted}")
     actual, expected = actual.detach(), expected.detach()
     finite = expected.isfinite()
-    beyond = [each[~finite].nan_to_num() for each in (actual, expected)]
+    beyond = [tensor[~finite].nan_to_num() for tensor in (actual, expected)]
     if not torch.equal(actual.isfinite(), finite) or not torch.equal(*beyond):
         raise AssertionError(f"{what}: not finite, or finite, where the other is not")
     if not finite.any():

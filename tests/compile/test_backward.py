@@ -143,7 +143,7 @@ def test_memory_of_the_workspace(has_window: bool, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv(planning.VARIABLE, "0")
     least = allocated(length, "clamp", has_window=has_window)
     monkeypatch.setenv(planning.VARIABLE, str(limit))
-    whole, large = (allocated(each, "clamp", has_window=has_window) for each in (2048, length))
+    whole, large = (allocated(num_keys, "clamp", has_window=has_window) for num_keys in (2048, length))
     assert large - least <= limit
     if has_window:
         assert large < 4.1 * whole

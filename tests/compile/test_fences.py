@@ -44,8 +44,8 @@ def test_every_product_on_hopper_has_a_fence(monkeypatch: pytest.MonkeyPatch) ->
     """The same kernel without it has another key in Triton's caches, also on disk."""
     launches = launches_for("sm_90")
     before = {launch.name: products(launch) for launch in launches}
-    assert {name for name, each in before.items() if each} == {"forward", "dkv", "dq", "dtable"}
-    assert {instruction for each in before.values() for instruction in each} == {"fence.proxy.async.shared::cta;"}
+    assert {name for name, instructions in before.items() if instructions} == {"forward", "dkv", "dq", "dtable"}
+    assert {instruction for instructions in before.values() for instruction in instructions} == {"fence.proxy.async.shared::cta;"}
     monkeypatch.setattr(fences, "LACKS_FENCES", False)
     call.fixed.cache_clear()
     assert not {launch.kernel.hash for launch in launches} & {launch.kernel.hash for launch in launches_for("sm_90")}

@@ -20,7 +20,7 @@ def groups() -> dict[str, type[Any]]:
     """Every named tuple of the kernels' modules: arguments of launches, and what kernels put together themselves."""
     modules = [importlib.import_module(module.name) for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")]
     classes = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
-    return {each.__name__: each for each in classes if issubclass(each, tuple) and hasattr(each, "_fields")}
+    return {group.__name__: group for group in classes if issubclass(group, tuple) and hasattr(group, "_fields")}
 
 
 def test_no_field_is_hidden_by_an_attribute_of_tritons_tuple() -> None:

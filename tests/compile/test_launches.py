@@ -155,7 +155,9 @@ def emptied(choose: random.Random, inputs: Inputs, arguments: dict[str, Any]) ->
     arguments = {name: value for name, value in arguments.items() if name not in ("attn_mask", "key_lengths")}
     if dim == 0 and isinstance(arguments["query_offset"], torch.Tensor):
         arguments["query_offset"] = arguments["query_offset"][:0]
-    return inputs._replace(**{name: each.narrow(dim, 0, 0) for name, each in tensors.items() if each is not None}), arguments
+    return inputs._replace(
+        **{name: tensor.narrow(dim, 0, 0) for name, tensor in tensors.items() if tensor is not None}
+    ), arguments
 
 
 def drawn(seed: int) -> Call:
@@ -257,7 +259,7 @@ def check_arguments(call: Call, launch: Recorded) -> None:
         for argument in (launch["scaling"], launch["sequences"], launch["window"]):
             assert all(value is None or type(value) in (int, float, torch.Tensor) for value in argument), argument
         assert set(launch.signature["scaling"]) <= {"fp32", "constexpr"}
-        assert all(each.is_contiguous() for each in launch["sequences"] if isinstance(each, torch.Tensor))
+        assert all(tensor.is_contiguous() for tensor in launch["sequences"] if isinstance(tensor, torch.Tensor))
     constants = {int, str, bool, type(None), Shape, TileConstants, Layout}
     assert {type(value) for value in launch.constants} <= constants, launch.constants
 

@@ -79,7 +79,7 @@ def launched(target: str, given: Given, wanted: tuple[str, ...] | None, d_out_mo
         if wanted is not None:
             d_out = torch.zeros(out.numel() + 1, dtype=out.dtype)[int(d_out_moved) :][: out.numel()].view(out.shape)
             names = zip(DIFFERENTIABLE, tensors, strict=False)
-            both = [each is not None and (not wanted or name in wanted) for name, each in names]
+            both = [tensor is not None and (not wanted or name in wanted) for name, tensor in names]
             of_backward.backward(d_out, None, out, softmax_stats, tensors, spec, both)
     return found
 

@@ -105,9 +105,9 @@ CALLS: dict[str, tuple[Callable[[], Work], set[str]]] = {
 
 def agree(gpu: StubGPU) -> None:
     """Assert that the driver was told what the launcher was given, and that pointers and grids are there."""
-    for each in gpu.launches:
-        assert each.parameters == each.given and each.parameters, each
-        assert each.grid[0] > 0 and each.threads in (64, 128, 256), each
+    for launch in gpu.launches:
+        assert launch.parameters == launch.given and launch.parameters, launch
+        assert launch.grid[0] > 0 and launch.threads in (64, 128, 256), launch
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -121,14 +121,14 @@ def test_every_kind_of_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         work()
         agree(gpu)
         first, modules = list(gpu.launches), gpu.modules
-        assert {each.name for each in first} == kernels
+        assert {launch.name for launch in first} == kernels
         gpu.launches.clear()
         monkeypatch.setattr(JITFunction, "_do_compile", None)  # whoever calls it fails
         work()
         agree(gpu)
         assert gpu.modules == modules
     told, again = (
-        [(each.name, each.grid, each.threads, each.shared_bytes, each.device, each.numbers()) for each in launches]
+        [(launch.name, launch.grid, launch.threads, launch.shared_bytes, launch.device, launch.numbers()) for launch in launches]
         for launches in (first, gpu.launches)
     )
     assert told == again
@@ -141,8 +141,8 @@ def test_parts_of_a_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     with stub_gpu() as gpu:
         work()
         agree(gpu)
-    of_parts = [each for each in gpu.launches if each.name == "dkv"]
-    assert len(of_parts) > 1 and len({each.parameters for each in of_parts}) == len(of_parts)
+    of_parts = [launch for launch in gpu.launches if launch.name == "dkv"]
+    assert len(of_parts) > 1 and len({launch.parameters for launch in of_parts}) == len(of_parts)
 
 
 def test_little_shared_memory() -> None:
@@ -154,7 +154,7 @@ def test_little_shared_memory() -> None:
         with pytest.warns(RuntimeWarning, match="does not fit this GPU .*90000.* is used instead"):
             work()
         agree(gpu)
-        assert max(each.shared_bytes for each in gpu.launches) <= 90_000
+        assert max(launch.shared_bytes for launch in gpu.launches) <= 90_000
         modules = gpu.modules
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -174,7 +174,7 @@ def test_two_devices_and_streams() -> None:
             before = gpu.modules
             work()
             loaded.append(gpu.modules - before)
-            assert {(each.device, each.stream) for each in gpu.launches} == {(device, stream)}
+            assert {(launch.device, launch.stream) for launch in gpu.launches} == {(device, stream)}
     assert loaded == [len(gpu.launches)] * 2 + [0]
 
 

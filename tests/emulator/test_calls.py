@@ -140,7 +140,7 @@ def test_parts_of_a_workspace(target: str, dtype: str, name: str) -> None:
         assert names["dq"] == names["dkv"] * (1 if "zero" in name else 2)  # of P, if it sums what lies beyond a table
         found.append(results(subject))
     for result in ("out", "lse", "d_key", "d_value"):
-        whole, parts = (each[result] for each in found)
+        whole, parts = (tensors[result] for tensors in found)
         assert whole is not None and parts is not None and torch.equal(whole, parts), result
 
 

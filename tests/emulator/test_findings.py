@@ -147,10 +147,10 @@ def found_by(report: Report) -> set[str]:
 @pytest.mark.parametrize("name", KERNELS)
 def test_finding(name: str) -> None:
     """The name of the error, whatever the order of the warps."""
-    each = KERNELS[name]
-    for seed in SEEDS if each.warps > 1 else (0,):
-        report = execute(each.body, [torch.zeros(64, dtype=torch.int32)], warps=each.warps, grid=each.grid, seed=seed)
-        assert {each.found} - {""} <= found_by(report) <= {each.found, each.possible} - {""}, report.findings
+    kernel = KERNELS[name]
+    for seed in SEEDS if kernel.warps > 1 else (0,):
+        report = execute(kernel.body, [torch.zeros(64, dtype=torch.int32)], warps=kernel.warps, grid=kernel.grid, seed=seed)
+        assert {kernel.found} - {""} <= found_by(report) <= {kernel.found, kernel.possible} - {""}, report.findings
         ends = not {"divergent branch", "deadlock", "instruction limit"} & found_by(report)
         assert report.finished == ends
 
@@ -271,5 +271,5 @@ def test_wgmma(seed: int) -> None:
 
 def test_every_kind_is_tested() -> None:
     """A kind of finding that no kernel here has is one that nobody has seen work."""
-    tested = {each.found for each in KERNELS.values()} | {found for found, _ in PRODUCTS.values()}
+    tested = {kernel.found for kernel in KERNELS.values()} | {found for found, _ in PRODUCTS.values()}
     assert tested - {""} == {text for text, _ in kinds()}

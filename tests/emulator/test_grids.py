@@ -37,7 +37,7 @@ def tensors(grid: tuple[int, int], prefix: int = 0, width: int = 64) -> tuple[Gr
 
 def by_reference(given: GridTensors, d_out: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
     """Return out and all gradients, of the dense formula."""
-    leaves = [each.to(dtype).requires_grad_() for each in given[:5]]
+    leaves = [tensor.to(dtype).requires_grad_() for tensor in given[:5]]
     out = _reference(GridTensors(*leaves), GridSpec(SCALE))
     return [out.detach(), *torch.autograd.grad(out, leaves, d_out.to(dtype))]
 
@@ -64,7 +64,7 @@ def test_error_rule(name: str, target: str) -> None:
 def test_lanes_agree_in_float32(name: str) -> None:
     """Without matrix units lanes share rows: those that hold copies of a sum store the same bits."""
     call, d_out = tensors(**CASES[name])
-    given = GridTensors(*(each.float() for each in call[:5]))
+    given = GridTensors(*(tensor.float() for tensor in call[:5]))
     with selected_for("sm_80"), emulated("sm_80") as launches:
         out, softmax_stats = forward(given, SCALE, 0.0)
         gradients = backward(d_out.float(), out, softmax_stats, given, SCALE, 0.0)

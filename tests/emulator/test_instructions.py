@@ -189,7 +189,7 @@ def test_sums_in_16_bits() -> None:
     apply("cvt.u16.u32 %h1, %r11; cvt.u16.u32 %h2, %r12; add.f16 %h10, %h1, %h2", [left, right], result)
     assert_same_bits(result, total)
     pairs = torch.zeros(len(left) // 2, dtype=torch.int32)
-    both = [each.short().view(torch.int32) for each in (left, right)]
+    both = [half.short().view(torch.int32) for half in (left, right)]
     apply("add.f16x2 %r10, %r11, %r12", both, pairs)
     assert_same_bits(pairs.view(torch.float16), total)
 
@@ -297,7 +297,7 @@ COMPARISONS: dict[str, Callable[[float, float], bool]] = {
 @pytest.mark.parametrize("name", COMPARISONS)
 def test_comparisons_of_floats(name: str) -> None:
     pairs = list(itertools.product((0.0, 1.0, -1.0, math.nan), repeat=2)) * 2
-    a, b = (torch.tensor(each) for each in zip(*pairs, strict=True))
+    a, b = (torch.tensor(values) for values in zip(*pairs, strict=True))
     result = torch.zeros(32, dtype=torch.int32)
     apply(f"setp.{name}.f32 %p1, %r11, %r12; selp.b32 %r10, 1, 0, %p1", [a, b], result)
     assert result.tolist() == [int(COMPARISONS[name](*pair)) for pair in pairs]
@@ -310,7 +310,7 @@ def test_comparisons_of_integers() -> None:
     instruction = """setp.lt.s32 %p1, %r11, %r12; setp.lt.u32 %p2, %r11, %r12; setp.hi.and.u32 %p3|%p4, %r11, %r12, !%p1;
     selp.b32 %r4, 1, 0, %p1; selp.b32 %r5, 2, 0, %p2; selp.b32 %r6, 4, 0, %p3; selp.b32 %r7, 8, 0, %p4;
     or.b32 %r4, %r4, %r5; or.b32 %r6, %r6, %r7; or.b32 %r10, %r4, %r6"""
-    apply(instruction.replace("%r4", "%r14"), [as_tensor(each) for each in words], result)
+    apply(instruction.replace("%r4", "%r14"), [as_tensor(operand) for operand in words], result)
     for a, b, found in zip(*words, result.tolist(), strict=True):
         less, below = signed(a) < signed(b), a < b
         assert found == less + 2 * below + 4 * (a > b and not less) + 8 * (a <= b and not less)

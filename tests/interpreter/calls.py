@@ -133,9 +133,9 @@ def pack_of(kind: str, lengths: dict[str, tuple[int, ...]] = LENGTHS_OF_PACK, **
     in_order = {name: getattr(inputs, name) for name in ("query", "key", "value", "d_out", "rel_query")}
     packed: dict[str, Any] = {name: tensor[0].transpose(0, 1) for name, tensor in in_order.items() if tensor is not None}
     arguments["query_offset"] = 0
-    for which, each in lengths.items():
-        arguments |= {f"cu_seqlens_{which}": torch.tensor([*itertools.accumulate(each, initial=0)])}
-        arguments |= {f"max_seqlen_{which}": max(each)}
+    for which, sizes in lengths.items():
+        arguments |= {f"cu_seqlens_{which}": torch.tensor([*itertools.accumulate(sizes, initial=0)])}
+        arguments |= {f"max_seqlen_{which}": max(sizes)}
     return inputs._replace(**packed, d_lse=inputs.d_lse[0]), arguments
 
 

@@ -71,7 +71,7 @@ class Launch:
         self.names = ["null", *(name for name, _ in views)]
         sizes = np.array([0, *(tensor.element_size() for _, tensor in views)])
         self.allowed, first = np.unique(np.concatenate(addresses), return_index=True)
-        self.owner = np.repeat(np.arange(len(addresses)), [len(each) for each in addresses])[first]
+        self.owner = np.repeat(np.arange(len(addresses)), [len(elements) for elements in addresses])[first]
         self.size = sizes[self.owner]
         self.reader, self.writer = (np.full(len(self.allowed), NOBODY) for _ in range(2))
 
@@ -84,7 +84,7 @@ class Launch:
         """Where an address lies that no element of this size has."""
         place = int(np.searchsorted(self.allowed, address))
         around = [index for index in (place - 1, place) if 0 <= index < len(self.allowed)]
-        index = min(around, key=lambda each: abs(int(self.allowed[each]) - address))
+        index = min(around, key=lambda candidate: abs(int(self.allowed[candidate]) - address))
         distance, name = address - int(self.allowed[index]), self.names[self.owner[index]]
         if distance == 0:
             return f"{size} bytes wide, at an element of {name}, which has {self.size[index]}"
@@ -179,7 +179,7 @@ def recorded() -> Iterator[list[Launch]]:
 
     def recorded_run(self: Any, *args: Any, **kwargs: Any) -> Any:
         named = [*zip(self.arg_names, args, strict=False), *flat(kwargs).items()]
-        launches.append(Launch(self.fn.__name__, [(name, tensor) for name, each in named for tensor in tensors_in(each)]))
+        launches.append(Launch(self.fn.__name__, [(name, tensor) for name, argument in named for tensor in tensors_in(argument)]))
         return run(self, *args, **kwargs)
 
     memory = GuardedMemory(interpreter._interpreter, launches)

@@ -98,7 +98,7 @@ def all_gradients(
     results = {
         "out": out,
         "lse": lse,
-        **{name: each for name, each in zip(GRADIENTS, gradients, strict=True) if each is not None},
+        **{name: gradient for name, gradient in zip(GRADIENTS, gradients, strict=True) if gradient is not None},
     }
     if is_packed:
         results["lse"] = lse[0]

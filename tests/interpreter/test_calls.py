@@ -80,7 +80,7 @@ def test_calls(name: str, kind: str, limit: str, tiles: str, dtype: torch.dtype,
     monkeypatch.setenv(VARIABLE, limit_of(limit, inputs, arguments, TILES[tiles]))
     choose = random.Random(len(name))
     poisoned = Inputs(*(None if tensor is None else in_poisoned_storage(tensor, choose) for tensor in inputs))  # type: ignore[arg-type]
-    others = {key: in_poisoned_storage(each, choose) if torch.is_tensor(each) else each for key, each in arguments.items()}
+    others = {key: in_poisoned_storage(value, choose) if torch.is_tensor(value) else value for key, value in arguments.items()}
     with guarded() as launches, programs_in_order(ORDERS[len(name) % 2], seed=3):
         results = all_gradients(poisoned, TILES[tiles], **others)
     check_parts(number_of_parts(launches), limit, inputs, arguments, TILES[tiles])
@@ -92,7 +92,7 @@ def test_calls(name: str, kind: str, limit: str, tiles: str, dtype: torch.dtype,
         found = results[result]
         if kind == "clamp" and result in ("d_rel_key", "d_rel_value", "d_rel_p2c"):
             assert_near(result, found, exact)
-            found, exact = (each[..., 1:-1, :] for each in (found, exact))
+            found, exact = (tensor[..., 1:-1, :] for tensor in (found, exact))
         assert torch.equal(found, exact), result
 
 
@@ -110,7 +110,7 @@ def test_parts_change_only_how_sums_are_added_up(name: str, kind: str, monkeypat
     """Gradients of tables, and those of queries where a part has some of their keys, are close; all else has the same bits."""
     inputs, arguments = named_call(name, kind)
     whole = all_gradients(inputs, TILES["twice"], **arguments)
-    gradients = [each for result, each in whole.items() if result.startswith("d_")]
+    gradients = [gradient for result, gradient in whole.items() if result.startswith("d_")]
     for limit in LIMITS[1:]:
         monkeypatch.setenv(VARIABLE, limit_of(limit, inputs, arguments, TILES["twice"]))
         results = all_gradients(inputs, TILES["twice"], **arguments)
@@ -219,7 +219,7 @@ def test_the_same_bits(name: str, kind: str, limit: str, monkeypatch: pytest.Mon
     monkeypatch.setenv(VARIABLE, limit_of(limit, inputs, arguments, TILES["twice"]))
     expected = run()
     assert all(torch.equal(again, expected[result]) for result, again in run().items())
-    alone = ((each,) for each in GRADIENTS if each in expected)
+    alone = ((gradient,) for gradient in GRADIENTS if gradient in expected)
     for wanted in (*alone, ("d_rel_value", "d_rel_p2c"), ("d_rel_bias", "d_value", "d_query")):
         some = run(wanted=wanted)
         assert set(some) == {"out", "lse", *wanted}
@@ -247,7 +247,7 @@ def test_no_kernel_runs_for_nothing(kind: str, guarded_kernels: list[Launch], mo
         guarded_kernels.clear()
         all_gradients(inputs, TILES["twice"], wanted, **arguments)
         names = (*far_keys, "forward", *far_keys, "delta", *parts * kernels)
-        assert [launch.kernel for launch in guarded_kernels] == [f"{each}_kernel" for each in names], wanted
+        assert [launch.kernel for launch in guarded_kernels] == [f"{kernel}_kernel" for kernel in names], wanted
 
 
 def test_packs_that_differ_in_the_number_of_sequences() -> None:
@@ -325,7 +325,7 @@ def test_with_less_memory_the_workspace_is_smaller(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         check_every_term(inputs, TILES["square"], **arguments)
-    texts = [str(each.message) for each in caught if each.category is RuntimeWarning]
+    texts = [str(warning.message) for warning in caught if warning.category is RuntimeWarning]
     assert len(texts) == steps and all(re.match(NO_MEMORY, text) for text in texts), texts
     sizes = [int(re.findall(r"\d+", text)[0]) for text in texts]
     assert sizes[0] == whole and all(after <= before // 2 for before, after in itertools.pairwise(sizes))

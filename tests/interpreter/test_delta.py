@@ -106,7 +106,7 @@ def test_compiled() -> None:
     frames = []
     for length in (20, 24, 33):
         inputs = make_inputs(1, 2, length, length, 16, num_rows=2 * length - 1, dtype=torch.float16, seed=length)
-        leaves = [each.clone().requires_grad_() for each in inputs[:4] if each is not None]
+        leaves = [tensor.clone().requires_grad_() for tensor in inputs[:4] if tensor is not None]
         found, expected = (
             torch.autograd.grad(attend(*leaves), leaves, inputs.d_out)
             for attend in (compiled, partial(fused_relative_attention, implementation="triton"))

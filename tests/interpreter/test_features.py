@@ -71,7 +71,7 @@ def test_the_query_given_as_rel_query(scale: float, rel_scale: float) -> None:
     """It has a gradient of its own, although a launcher may separate the two roles of a query for itself."""
     inputs = make_inputs(1, 2, 20, 33, 16, num_rows=11, dtype=torch.float16, seed=3)
     same, copy = (inputs._replace(rel_query=rel_query) for rel_query in (inputs.query, inputs.query.clone()))
-    results = [all_gradients(each, SMALL, scale=scale, rel_scale=rel_scale) for each in (same, copy)]
+    results = [all_gradients(given, SMALL, scale=scale, rel_scale=rel_scale) for given in (same, copy)]
     assert_bit_equal(*results)
     assert results[0]["d_rel_query"].any()
 

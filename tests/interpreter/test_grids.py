@@ -83,7 +83,7 @@ def tensors(case: Case, dtype: torch.dtype = torch.float32, heads: int = 2, shar
 
     queries, keys = (case.prefix + height * width for height, width in (case.grid, case.keys))
     qkv = [made(case.batch, length, heads, width) for length, width in ((queries, case.width), (keys, case.width))]
-    query, key = (each.transpose(1, 2) for each in qkv)
+    query, key = (tensor.transpose(1, 2) for tensor in qkv)
     value, d_out = (made(case.batch, heads, length, case.value_width) for length in (keys, queries))
     if sharp > 1:
         value, d_out = value + 1, d_out + 1
@@ -94,13 +94,13 @@ def tensors(case: Case, dtype: torch.dtype = torch.float32, heads: int = 2, shar
 def results(case: Case, given: Tensors, implementation: str = "triton") -> Tensors:
     """Output and all gradients."""
     torch.manual_seed(3)
-    leaves = [each.detach().clone().requires_grad_() for each in given[:5]]
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in given[:5]]
     out = call(*leaves, **case.arguments, implementation=implementation)
     return out.detach(), *torch.autograd.grad(out, leaves, given[5])
 
 
 def in_float64(given: Tensors) -> Tensors:
-    return tuple(each.double() for each in given)
+    return tuple(tensor.double() for tensor in given)
 
 
 def check(case: Case, given: Tensors) -> Tensors:
@@ -108,16 +108,16 @@ def check(case: Case, given: Tensors) -> Tensors:
     dtype = given[0].dtype
     golden, ours = results(case, in_float64(given), "reference"), results(case, given)
     plain = results(case, given, "reference")
-    for name, *each, tensor in zip(NAMES, ours, golden, plain, (plain[0], *given), strict=False):
-        assert each[0].dtype == dtype and each[0].shape == tensor.shape
+    for name, *triple, tensor in zip(NAMES, ours, golden, plain, (plain[0], *given), strict=False):
+        assert triple[0].dtype == dtype and triple[0].shape == tensor.shape
         if not any(gradient.any() for gradient in golden[1:]):
-            assert not each[0].any(), name
+            assert not triple[0].any(), name
         elif name == "out":
-            assert_within_budget(name, *each, factor=4 if dtype == torch.float32 else 2, exact_reference=True)
+            assert_within_budget(name, *triple, factor=4 if dtype == torch.float32 else 2, exact_reference=True)
         elif dtype == torch.float32:
-            assert_gradients_close_fp32(name, each[0], each[1], golden[1:])
-        elif float(each[1].abs().max()) > tolerance_of(torch.float64):  # of queries that see one key it cancels to nothing
-            assert_within_budget(name, *each, factor=3, exact_reference=True)
+            assert_gradients_close_fp32(name, triple[0], triple[1], golden[1:])
+        elif float(triple[1].abs().max()) > tolerance_of(torch.float64):  # of queries that see one key it cancels to nothing
+            assert_within_budget(name, *triple, factor=3, exact_reference=True)
     return ours
 
 
@@ -181,7 +181,7 @@ def test_delta_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     delta = (probs * d_probs).sum(-1)
     # P = exp(logit - lse) is off by what both are rounded by, two units of float32 at the magnitude of what is summed, as a
     # relative error; lse by the mean of the logits' errors; dP, of products that are rounded once here, by two of its own units.
-    query, key, value, *tables, d_out = (each.abs() for each in in_float64(given))
+    query, key, value, *tables, d_out = (tensor.abs() for tensor in in_float64(given))
     wide = append(query, key, *tables, **case.arguments)
     logits, largest_d_probs = wide[0] @ wide[1].mT, d_out @ value.mT
     units = 1 + logits + (probs * logits).sum(-1, keepdim=True)
@@ -211,13 +211,13 @@ def test_guarded(name: str, order: Order, config: TileConfig | None) -> None:
         given = given._replace(dropout_seed=seed)
         out, softmax_stats = forward(given, 0.3, dropout_p, config)
         gradients = backward(d_out, out, softmax_stats, given, 0.3, dropout_p, tiles=tiles)
-        return out, softmax_stats, *(each for each in gradients if each is not None)
+        return out, softmax_stats, *(gradient for gradient in gradients if gradient is not None)
 
     given = GridTensors(query, key, value, rel_h, rel_w)
-    poisoned = GridTensors(*(in_poisoned_storage(each, choose) for each in given[:5])), in_poisoned_storage(d_out, choose)
+    poisoned = GridTensors(*(in_poisoned_storage(tensor, choose) for tensor in given[:5])), in_poisoned_storage(d_out, choose)
     with guarded() as launches, programs_in_order(order):
         found = run(*poisoned)
-    contiguous = run(GridTensors(*(each.contiguous() for each in given[:5])), d_out)
+    contiguous = run(GridTensors(*(tensor.contiguous() for tensor in given[:5])), d_out)
     assert [launch.kernel for launch in launches] == ["grid_forward_kernel", "grid_dq_kernel", "grid_dkv_kernel"]
     assert all(launch.loads > 0 and launch.stores > 0 for launch in launches)
     assert len(found) == 7
@@ -232,7 +232,7 @@ def test_some_gradients(wanted: list[int]) -> None:
     case = CASES["class token"]
     given = tensors(case)
     expected = results(case, given)[1:]
-    leaves = [each.detach().requires_grad_(number in wanted) for number, each in enumerate(given[:5])]
+    leaves = [tensor.detach().requires_grad_(number in wanted) for number, tensor in enumerate(given[:5])]
     out = call(*leaves, **case.arguments, implementation="triton")
     with guarded() as launches:
         gradients = torch.autograd.grad(out, [leaves[number] for number in wanted], given[5])
@@ -259,14 +259,14 @@ def test_large_logits() -> None:
     out, *gradients = results(case, (300 * query, 30 * key, torch.ones_like(value), *tables, d_out))
     assert_near("out", out, torch.ones_like(out))
     assert_near("d_value", gradients[2].sum(2), d_out.sum(2))
-    assert all(each.isfinite().all() for each in gradients)
+    assert all(gradient.isfinite().all() for gradient in gradients)
 
 
 def test_empty() -> None:
     for batch, heads in ((0, 3), (2, 0)):
         case = Case((5, 7), prefix=1, batch=batch)
         out, *gradients = results(case, tensors(case, heads=heads))
-        assert out.numel() == 0 and not any(each.abs().sum() for each in gradients)
+        assert out.numel() == 0 and not any(gradient.abs().sum() for gradient in gradients)
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
@@ -276,7 +276,7 @@ def test_the_operator(dropout_p: float) -> None:
     query, key, value, *_ = tensors(case, heads=1)
     leaves = [query, key, value, torch.randn(8, 4, 16), torch.randn(10, 5, 16)]
     of_dropout = (torch.tensor([5]), origins_of(query.shape[0], 1, query.device)) if dropout_p else (None, None)
-    arguments = (*(each.requires_grad_() for each in leaves), *of_dropout, 0.3, dropout_p, "triton", False)
+    arguments = (*(leaf.requires_grad_() for leaf in leaves), *of_dropout, 0.3, dropout_p, "triton", False)
     torch.library.opcheck(torch.ops.triton_relattn.grid_attention_forward.default, arguments)
 
 

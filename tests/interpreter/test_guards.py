@@ -138,8 +138,8 @@ def test_a_launch_is_stopped() -> None:
 def test_no_access_is_left_out() -> None:
     """The interpreter touches memory by functions that the guard has, too, and by no others."""
     members = vars(interpreter._interpreter)
-    others = {name for name, each in members.items() if isinstance(each, type) or name[:2] == "__" or name[:3] == "fma"}
-    functions = {name for name, each in members.items() if callable(each)} - others
+    others = {name for name, member in members.items() if isinstance(member, type) or name[:2] == "__" or name[:3] == "fma"}
+    functions = {name for name, member in members.items() if callable(member)} - others
     assert functions == {"load", "store", "atomic_cas", "atomic_rmw"}
     assert all(hasattr(GuardedMemory, name) for name in ("load", "store", "atomic_cas", "atomic_rmw"))
 
@@ -167,7 +167,7 @@ def test_orders() -> None:
         assert order_of_programs() == natural[::-1] and launches == [natural[::-1]]
     with programs_in_order("shuffled") as launches:
         shuffled = [order_of_programs() for _ in range(2)]
-    assert launches == shuffled and all(sorted(each) == natural for each in shuffled)
+    assert launches == shuffled and all(sorted(order) == natural for order in shuffled)
     assert len({tuple(natural), tuple(natural[::-1]), *map(tuple, shuffled)}) == 4
     assert order_of_programs() == natural
 

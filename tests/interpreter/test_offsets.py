@@ -259,7 +259,7 @@ def test_the_last_of_70_000_heads(sizes: tuple[int, int]) -> None:
         out, lse, softmax_stats, _ = forward(*call, tiles["forward"])
         gradients = backward(d_out, d_lse, out, softmax_stats, *call, wants, tiles)
         *others, d_rel_key = (gradient for gradient in (*gradients[:3], gradients[4]))
-        results = [each[-1, -1] for each in (out, lse, *others) if each is not None]
+        results = [tensor[-1, -1] for tensor in (out, lse, *others) if tensor is not None]
         return results if d_rel_key is None else [*results, d_rel_key[-1]]
 
     expected = last(1, 1)
@@ -279,7 +279,7 @@ OFFSETS = {"entry": (0, 3, 2**30), "head": (1, 3, 2**30), "tile": (2, 530, 2**22
 def test_offsets_of_a_head_and_of_a_tile(where: str, name: str) -> None:
     """Each summand of an address is computed in 64 bits, also where a tile's own rows need no more than 32."""
     dim, size, stride = OFFSETS[where]
-    batch, heads, num_keys = (size if dim == each else small for each, small in enumerate((1, 1, 20)))
+    batch, heads, num_keys = (size if dim == axis else small for axis, small in enumerate((1, 1, 20)))
     inputs = make_inputs(batch, heads, 5, num_keys, 8, num_rows=None, dtype=torch.float32, seed=6)
     wide = far_apart(getattr(inputs, name), dim, stride)
     assert not has_wide_index(wide)
@@ -322,8 +322,8 @@ def test_wide_offsets_of_spread_queries(dtype: torch.dtype) -> None:
     stride = 2**23 - 1024  # times the rows of most tiles, 256 at most, it is below 2**31
     storage: Any = np.memmap("/dev/zero", dtype=inputs.query.numpy().dtype, mode="c", shape=(299 * stride + 108,))
     query, d_out = (
-        torch.from_numpy(storage)[each:].as_strided(inputs.query.shape, (0, 0, stride, 1)).copy_(tensor)
-        for each, tensor in ((0, inputs.query), (100, inputs.d_out))
+        torch.from_numpy(storage)[start:].as_strided(inputs.query.shape, (0, 0, stride, 1)).copy_(tensor)
+        for start, tensor in ((0, inputs.query), (100, inputs.d_out))
     )
     positions = RelativePositions(-299, 19)
     tiles = {"dkv": TileConfig(32, 32, 4, 1), "dtable": TileConfig(128, 32, 4, 1), "dq": TileConfig(64, 32, 4, 1)}

@@ -88,7 +88,9 @@ def of_deviation(inputs: Inputs, deviation: float) -> Inputs:
 
 
 @pytest.mark.parametrize("kind", ["full", "clamp", "softcap", "mask"])
-@pytest.mark.parametrize("deviation", [100, 1e4, *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 10, 30, 1e3, 1e8))])
+@pytest.mark.parametrize(
+    "deviation", [100, 1e4, *(pytest.param(deviation, marks=pytest.mark.slow) for deviation in (1, 10, 30, 1e3, 1e8))]
+)
 def test_large_logits(deviation: float, kind: str) -> None:
     """The error rule holds for every gradient, as large as logits may be: up to 1e17."""
     if kind == "softcap" and deviation > 1e4:
@@ -100,8 +102,8 @@ def test_large_logits(deviation: float, kind: str) -> None:
     results = all_gradients(inputs, dict.fromkeys(selection.KERNELS, TileConfig(32, 32, 4, 1)), **arguments)
     golden, plain = unlucky(
         inputs,
-        lambda each: exact_results(each, **arguments),
-        lambda each: forward_backward(reference_attention, each, **arguments),
+        lambda moved: exact_results(moved, **arguments),
+        lambda moved: forward_backward(reference_attention, moved, **arguments),
         draws=10,  # a few of the logits decide
     )
     for name, result in results.items():

@@ -73,7 +73,7 @@ def test_words(saturate: bool) -> None:
     steps = torch.arange(64) % 3  # back
     results = torch.empty(2, 64)
     words_kernel[(1,)](low, high, low, (steps > 0).int(), (steps > 1).int(), *results, tl.float16, saturate)
-    low, high = (each.clamp(-65504, 65504) if saturate else each for each in (low, high))
+    low, high = (values.clamp(-65504, 65504) if saturate else values for values in (low, high))
     low, high = low.half().float(), high.half().float()
     chunks = torch.stack([high, low, -high, -low])  # the newest first
     expected = torch.stack([chunks.gather(0, (steps + place)[None])[0] for place in (1, 0)])
@@ -206,8 +206,8 @@ def test_a_bias_alone_is_not_rounded(kind: str, monkeypatch: pytest.MonkeyPatch)
         "dq": TileConfig(32, 32, 4, 1),
         "dkv": TileConfig(64, 64, 2, 1, rotation="registers"),
     }
-    for each in (tiles, {kernel: replace(config, rotation="gather") for kernel, config in tiles.items()}):
-        check_every_term(inputs, each, **arguments)
+    for chosen in (tiles, {kernel: replace(config, rotation="gather") for kernel, config in tiles.items()}):
+        check_every_term(inputs, chosen, **arguments)
 
 
 def test_terms_beyond_float16(monkeypatch: pytest.MonkeyPatch) -> None:

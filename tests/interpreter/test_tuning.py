@@ -37,10 +37,10 @@ def call_of(length: int = 40, **changes: Any) -> tuple[tuple[Any, ...], dict[str
 
 def with_times(monkeypatch: pytest.MonkeyPatch, milliseconds: dict[TileConfig, float]) -> None:
     """Configurations near the default one are those with a time, and take it."""
-    monkeypatch.setattr(tuning, "nearest", lambda *_: [each for each in milliseconds if each != DEFAULT])
+    monkeypatch.setattr(tuning, "nearest", lambda *_: [config for config in milliseconds if config != DEFAULT])
 
     def timed(every: list[Callable[[], object]]) -> list[float]:
-        return [milliseconds[each.args[-1]] for each in every]  # type: ignore[attr-defined]
+        return [milliseconds[function.args[-1]] for function in every]  # type: ignore[attr-defined]
 
     monkeypatch.setattr(tuning, "timed_in_turn", timed)
     monkeypatch.setattr(tuning, "kernels_of", lambda *_: ["forward"])
@@ -93,11 +93,11 @@ def test_every_kernel_of_a_call(monkeypatch: pytest.MonkeyPatch, changes: dict[s
     tensors, terms = call_of(**changes)
     reported: list[tuning.Tuned] = []
     found = tuning.tune(*tensors, **terms, **arguments, dropout_p=0.5, most=1, report=reported.append)
-    assert reported == found and {each.tried for each in found} == {2}
-    assert {"forward", "dkv", "dtable"} <= {each.kernel for each in found} <= set(KERNELS)
-    assert ("dp2c" in {each.kernel for each in found}) == ("rel_p2c" in changes)
+    assert reported == found and {tuned.tried for tuned in found} == {2}
+    assert {"forward", "dkv", "dtable"} <= {tuned.kernel for tuned in found} <= set(KERNELS)
+    assert ("dp2c" in {tuned.kernel for tuned in found}) == ("rel_p2c" in changes)
     assert {row.kind.kernel for row in selection.load(tuning.profile_of(torch.device("cpu")), "interpreter")} == {
-        each.kernel for each in found
+        tuned.kernel for tuned in found
     }
 
 

@@ -43,8 +43,8 @@ class Model:
     def arguments(self, length: int, lengths: list[int], dtype: torch.dtype = torch.float64) -> dict[str, Any]:
         torch.manual_seed(1)
         return {
-            name: each.to(dtype) if isinstance(each, torch.Tensor) and each.is_floating_point() else each
-            for name, each in self.given(length, lengths).items()
+            name: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+            for name, value in self.given(length, lengths).items()
         }
 
 
@@ -159,7 +159,7 @@ SOURCES: dict[str, tuple[str, str, str, Callable[..., nn.Module], Callable[[int,
 
 def entry(name: str, **settings: Any) -> Model:
     """A model by its name, which begins with that of a source."""
-    source = next(each for each in sorted(SOURCES, key=len, reverse=True) if name.startswith(each))
+    source = next(prefix for prefix in sorted(SOURCES, key=len, reverse=True) if name.startswith(prefix))
     return Model(name, *SOURCES[source], settings)
 
 

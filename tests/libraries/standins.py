@@ -69,7 +69,7 @@ class _AbsentPackages(importlib.machinery.PathFinder):
 
     @classmethod
     def find_spec(cls, name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
-        if any(name == each or name.startswith(f"{each}.") for each in cls.names):
+        if any(name == package or name.startswith(f"{package}.") for package in cls.names):
             return importlib.machinery.ModuleSpec(name, _Loader(), is_package=True)
         return None
 

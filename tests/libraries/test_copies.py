@@ -54,10 +54,10 @@ def test_memory_in_the_docs(kind: Copy) -> None:
     report = enable(model, lengths=(kind.at // 2, kind.at))
     rows = [row for row in report.rows if not row.reason]
     assert rows and not report.left, str(report)
-    (_, short), (before, after) = max((row.memory for row in rows), key=lambda each: each[1][0] or 0)
+    (_, short), (before, after) = max((row.memory for row in rows), key=lambda memory: memory[1][0] or 0)
     assert before is not None and after is not None and short is not None
     assert after < 2.3 * short and before > 5 * after
-    line = next(each for each in DOCS.read_text().splitlines() if each.startswith(f"| {kind.name} "))
+    line = next(row for row in DOCS.read_text().splitlines() if row.startswith(f"| {kind.name} "))
     found = re.search(r"\| ([\d,]+) \| ([\d,]+) MiB \| ([\d.,]+) MiB \|$", line)
     measured = f"| {kind.at:,} | {before / 2**20:,.0f} MiB | {after / 2**20:,.0f} MiB |"
     assert found and found[0] == measured, f"{kind.name}: {measured}"

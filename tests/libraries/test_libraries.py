@@ -69,20 +69,20 @@ def test_the_same_in_float64(kind: Model, lengths: list[int]) -> None:
 @every_model
 def test_disable_gives_everything_back(kind: Model) -> None:
     model, given = kind.make(torch.float32), kind.arguments(LENGTH, WHOLE, torch.float32)
-    types = [type(each) for each in model.modules()]
+    types = [type(module) for module in model.modules()]
     keys, stock = list(model.state_dict()), output(model, given)
     enabled = kind.integration.enable(model)
     changed = {
-        name: type(each).__name__
-        for (name, each), kept in zip(model.named_modules(), types, strict=True)
-        if type(each) is not kept
+        name: type(module).__name__
+        for (name, module), kept in zip(model.named_modules(), types, strict=True)
+        if type(module) is not kept
     }
     assert changed == enabled and list(model.state_dict()) == keys
     assert kind.integration.enable(model) == {}
     assert_near("output", output(model, given), stock)
     assert kind.integration.disable(model) == enabled
     assert kind.integration.disable(model) == {}
-    assert [type(each) for each in model.modules()] == types
+    assert [type(module) for module in model.modules()] == types
     assert torch.equal(output(model, given), stock)
 
 
@@ -130,8 +130,8 @@ def test_copies_and_pickles(kind: Model) -> None:
     """They stay enabled, and independent."""
     model = kind.make(torch.float32)
     given = kind.arguments(LENGTH, PADDED, torch.float32)
-    for each in model.modules():
-        each._forward_pre_hooks.clear()
+    for module in model.modules():
+        module._forward_pre_hooks.clear()
     kind.integration.enable(model)
     other = copy.deepcopy(model)
     kind.integration.disable(other)

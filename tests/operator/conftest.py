@@ -21,7 +21,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
     return prepared(request.param, monkeypatch)
 
 
-@pytest.fixture(params=[each for each in WAYS if each.implementation != "reference"], ids=str)
+@pytest.fixture(params=[way for way in WAYS if way.implementation != "reference"], ids=str)
 def tiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
     """One of those that compute in tiles or blocks, and that read no more than what a mask shows."""
     return prepared(request.param, monkeypatch)

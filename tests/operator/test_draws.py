@@ -34,7 +34,7 @@ QUICK = DOZENS[:2] if INTERPRETED else DOZENS
 
 
 @pytest.mark.parametrize(
-    "seeds", [pytest.param(each, marks=() if each in QUICK else pytest.mark.thorough) for each in DOZENS], ids=how
+    "seeds", [pytest.param(seeds, marks=() if seeds in QUICK else pytest.mark.thorough) for seeds in DOZENS], ids=how
 )
 def test_draws(seeds: range) -> None:
     """out, lse and the gradients asked for are right, and the call leaves no trace."""

@@ -26,7 +26,7 @@ def test_rate(dropout_p: float) -> None:
     torch.manual_seed(0)
     dropped = (~dropout_mask(3, 4, 200, 200, dropout_p)).double()
     for dims in ([], [0], [1], [2], [3], [0, 1]):
-        others = [each for each in range(4) if each not in dims]
+        others = [dim for dim in range(4) if dim not in dims]
         samples = dropped.mean(others).numel() / dropped.numel()
         spread = (dropout_p * (1 - dropout_p) * samples) ** 0.5
         assert float((dropped.mean(others) - dropout_p).abs().max()) < 5 * spread, dims
@@ -54,7 +54,7 @@ def test_the_mask_is_what_is_kept(dropout_p: float, way: Way) -> None:
     inputs = inputs._replace(
         value=identity.expand(2, 1, -1, -1), rel_value=torch.zeros(2, 2 * length - 1, length, dtype=way.dtype)
     )
-    leaves = [each.clone().requires_grad_() for each in (inputs.value, inputs.terms()["rel_value"])]
+    leaves = [tensor.clone().requires_grad_() for tensor in (inputs.value, inputs.terms()["rel_value"])]
 
     def attend(p: float) -> Any:
         value, rel_value = leaves

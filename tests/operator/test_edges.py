@@ -228,7 +228,7 @@ KINDS_OF_BLIND: list[tuple[str, str, dict[str, Any], torch.dtype | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("case", "kind", "options", "dtype"), KINDS_OF_BLIND, ids=lambda each: "" if each == PLAIN else None)
+@pytest.mark.parametrize(("case", "kind", "options", "dtype"), KINDS_OF_BLIND, ids=lambda value: "" if value == PLAIN else None)
 def test_rows_that_see_nothing(case: str, kind: str, options: dict[str, Any], dtype: torch.dtype | None, way: Way) -> None:
     """By each mask, also for rows that share a block with rows that see something."""
     arguments, blind = BLIND[case]

@@ -163,7 +163,9 @@ def test_lazy_negation(way: Way) -> None:
     out, _ = way.attend(query, key, value, table)
     d_out = torch.randn_like(out)
     lazy = torch.complex(d_out, d_out).conj().imag
-    for found, other in zip(*(torch.autograd.grad(out, value, each, retain_graph=True) for each in (lazy, -d_out)), strict=True):
+    for found, other in zip(
+        *(torch.autograd.grad(out, value, cotangent, retain_graph=True) for cotangent in (lazy, -d_out)), strict=True
+    ):
         assert torch.equal(found, other)
 
 
@@ -171,8 +173,8 @@ def test_lazy_negation_on_a_grid(way: Way) -> None:
     query, key, value = (torch.randn(1, 2, 12, way.width, dtype=way.dtype) for _ in range(3))
     rel_h, rel_w = (torch.randn(2 * length - 1, way.width, dtype=way.dtype) for length in (3, 4))
     lazy, negated = (
-        decomposed_relative_attention(query, key, each, rel_h, rel_w, (3, 4), implementation=way.implementation)
-        for each in (value._neg_view(), -value)
+        decomposed_relative_attention(query, key, values, rel_h, rel_w, (3, 4), implementation=way.implementation)
+        for values in (value._neg_view(), -value)
     )
     assert torch.equal(lazy, negated)
 
@@ -183,7 +185,7 @@ def test_several_gradients_at_once(way: Way) -> None:
     out, _ = way.attend(*leaves)
     d_outs = torch.randn(3, *out.shape, dtype=out.dtype)
     together = torch.autograd.grad(out, leaves, d_outs, is_grads_batched=True, retain_graph=True)
-    alone = [torch.autograd.grad(out, leaves, each, retain_graph=True) for each in d_outs]
+    alone = [torch.autograd.grad(out, leaves, d_out, retain_graph=True) for d_out in d_outs]
     for found, expected in zip(together, zip(*alone, strict=True), strict=True):
         if way.implementation == "reference":  # torch may add in another order
             assert_near("gradients", found, torch.stack(expected))

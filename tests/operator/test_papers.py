@@ -27,7 +27,7 @@ def attend(request: pytest.FixtureRequest) -> Attention:
 
     def attend(*tensors: Tensor, **arguments: Any) -> Tensor:
         given = [tensor.to(way.dtype) for tensor in tensors]
-        named = {name: each.to(way.dtype) if is_floating(each) else each for name, each in arguments.items()}
+        named = {name: value.to(way.dtype) if is_floating(value) else value for name, value in arguments.items()}
         out = fused_relative_attention(*given, **named, implementation=way.implementation)  # type: ignore[arg-type]
         assert isinstance(out, Tensor) and out.dtype == way.dtype
         return out.double()

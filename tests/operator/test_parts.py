@@ -102,14 +102,14 @@ def test_a_part_drops_what_the_whole_drops(is_packed: bool, way: Way) -> None:
     their gradient for such a d_out."""
     tensors, packing = identity_values(way), dict[str, Any]()
     if is_packed:
-        tensors = [each.transpose(1, 2).flatten(0, 1) for each in tensors]
+        tensors = [tensor.transpose(1, 2).flatten(0, 1) for tensor in tensors]
         packing = {"is_packed": True, "max_seqlen_q": LENGTH, "max_seqlen_k": LENGTH}
         packing |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.arange(3) * LENGTH)
     call, spec = resolved(*tensors, dropout_p=DROPOUT_P, **packing)
     value = call.value.clone().requires_grad_()
     out, _ = relative_attention(part(call._replace(value=value), 7, 5), spec, IMPLEMENTATIONS[way.implementation])
     (d_value,) = torch.autograd.grad(out, value, call.value)
-    by_pair = [each.unflatten(2, (2, LENGTH))[0].transpose(0, 1) if is_packed else each for each in (out, d_value)]
+    by_pair = [result.unflatten(2, (2, LENGTH))[0].transpose(0, 1) if is_packed else result for result in (out, d_value)]
     assert torch.equal(by_pair[0] != 0, whole_mask(7, 5)) and torch.equal(by_pair[1].mT != 0, whole_mask(7, 5))
 
 
@@ -150,7 +150,7 @@ def test_lengths_beyond_the_keys_are_limited(num_rows: int | None, way: Way) -> 
 
     def results(*lengths: int) -> list[torch.Tensor]:
         leaves: dict[str, Any] = {name: getattr(call, name) for name in ("query", "key", "value", "rel_key")}
-        leaves = {name: each.clone().requires_grad_() for name, each in leaves.items() if each is not None}
+        leaves = {name: tensor.clone().requires_grad_() for name, tensor in leaves.items() if tensor is not None}
         limited = call._replace(key_lengths=torch.tensor(lengths), **leaves)
         out, lse = relative_attention(limited, spec, IMPLEMENTATIONS[way.implementation])
         return [out, lse, *torch.autograd.grad((out, lse), list(leaves.values()), (inputs.d_out, inputs.d_lse))]

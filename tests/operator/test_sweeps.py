@@ -66,7 +66,7 @@ SWEEPS: tuple[Callable[[int], Sample], ...] = (
 QUICK = window, near_part, near_part_of_the_other_kind
 """Those that are the first to notice an edge of the kernels, which take a second each in the interpreter."""
 SMALL = [way for way in WAYS if way.small]
-RUNS = [pytest.param(each, marks=() if not INTERPRETED or each in QUICK else pytest.mark.thorough) for each in SWEEPS]
+RUNS = [pytest.param(sweep, marks=() if not INTERPRETED or sweep in QUICK else pytest.mark.thorough) for sweep in SWEEPS]
 
 
 @pytest.mark.parametrize("sweep", RUNS, ids=lambda sweep: sweep.__name__)

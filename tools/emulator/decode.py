@@ -75,7 +75,7 @@ def lanewise() -> dict[tuple[str, int], Lanewise]:
     for line in (CORE / "lanewise.def").read_text().splitlines():
         if entry := re.match(r'(UNARY|BINARY|TERNARY|QUATERNARY)\((\w+), "([^"]+)", (.*)\)$', line):
             kind, name, opcodes, rest = entry.groups()
-            types = tuple(each.strip() for each in rest.split(",")[: sizes[kind]])
+            types = tuple(name.strip() for name in rest.split(",")[: sizes[kind]])
             found |= {(opcode, len(types)): Lanewise(operations()[name], types) for opcode in _expanded(opcodes)}
     return found
 
@@ -154,10 +154,10 @@ class Decoder:
     def declare(self, text: str) -> None:
         """Number registers: ".reg .b32 %r<10>" has ten, ".reg .pred p" one."""
         _, kind, names = text.split(None, 2)
-        for name in (each.strip() for each in names.split(",")):
+        for name in (declared.strip() for declared in names.split(",")):
             several = re.fullmatch(r"(\S+)<(\d+)>", name)
-            for each in [f"{several[1]}{number}" for number in range(int(several[2]))] if several else [name]:
-                self.registers[each] = (self.count, BITS[kind[1:]])
+            for register in [f"{several[1]}{number}" for number in range(int(several[2]))] if several else [name]:
+                self.registers[register] = (self.count, BITS[kind[1:]])
                 self.count += 1
 
     def instruction(self, text: str) -> None:
@@ -231,10 +231,10 @@ class Decoder:
 
     def group(self, text: str) -> list[Operand]:
         """Decode one operand, or those of a group in braces."""
-        return [self.operand(each) for each in split(text.strip("{}"))]
+        return [self.operand(part) for part in split(text.strip("{}"))]
 
     def all(self, operands: Sequence[str]) -> list[Operand]:
-        return [each for text in operands for each in self.group(text)]
+        return [register for text in operands for register in self.group(text)]
 
     def address(self, text: str) -> Operand:
         """Decode "[%r1+4]": a register, a parameter or a number, and an offset."""
@@ -357,11 +357,11 @@ def decode(ptx: str) -> Program:
     """
     source = read(ptx)
     decoder = Decoder({parameter.name: parameter.offset for parameter in source.parameters})
-    for each in source.body:
-        if isinstance(each, Label):
-            decoder.labels[each.name] = len(decoder.instructions)
+    for statement in source.body:
+        if isinstance(statement, Label):
+            decoder.labels[statement.name] = len(decoder.instructions)
         else:
-            decoder.add(each)
+            decoder.add(statement)
     for instruction, label in decoder.branches:
         if label not in decoder.labels:
             raise UnknownPTX(f"there is no label {label}")

@@ -36,7 +36,7 @@ class Emulated:
 def _leaves(value: Any, signature: Any) -> list[Any]:
     """Return the parameters that an argument becomes: tuples have one for each member, constants none."""
     if isinstance(signature, tuple):
-        return [leaf for each, kind in zip(value, signature, strict=True) for leaf in _leaves(each, kind)]
+        return [leaf for member, kind in zip(value, signature, strict=True) for leaf in _leaves(member, kind)]
     return [] if signature == "constexpr" else [value]
 
 

@@ -107,8 +107,8 @@ class Runner:
         """The environment of tests that share a process: what they need, and no plugin but pytest's own."""
         inherited = {name: value for name, value in os.environ.items() if name not in self.alone}
         common = {"PYTHONDONTWRITEBYTECODE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "COLUMNS": "1000"}
-        own = [dict(each) for text, each in self.variables.items() if any(text in test for test in tests)]
-        return {name: value for each in (inherited, common, *own) for name, value in each.items()}
+        own = [dict(variables) for text, variables in self.variables.items() if any(text in test for test in tests)]
+        return {name: value for variables in (inherited, common, *own) for name, value in variables.items()}
 
     def run(self, arguments: Iterable[str], cwd: Path, tests: Sequence[str], seconds: float) -> tuple[int | None, str]:
         """Exit status of Python, None after too long, and output. What it has started ends with it."""

@@ -51,7 +51,7 @@ def test_onnx_graphs_take_all_lengths(name: str, dynamo: bool, tmp_path: Path) -
     session = onnxruntime.InferenceSession(str(file))
     for length in (24, 40):
         given = tokens(length)
-        found = session.run(None, {key: each.numpy() for key, each in zip(NAMES, given, strict=True)})[0]
+        found = session.run(None, {key: tensor.numpy() for key, tensor in zip(NAMES, given, strict=True)})[0]
         with torch.no_grad():
             expected = stock(*given)
         error = (torch.from_numpy(found) - expected).abs()

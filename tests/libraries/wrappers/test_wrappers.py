@@ -155,12 +155,12 @@ def diffusers(folder: Path) -> tuple[Any, Run, set[str]]:
 WRAPPERS = (sentence_transformers, gliner, bert_score, chronos, chronos_bolt, diffusers)
 
 
-@pytest.mark.parametrize("make", WRAPPERS, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("make", WRAPPERS, ids=lambda make: make.__name__)
 def test_wrappers(make: Any, tmp_path: Path) -> None:
     model, run, replaced = make(tmp_path)
     torch.manual_seed(0)
-    for each in parts(model):
-        varied(each).double().eval()
+    for part in parts(model):
+        varied(part).double().eval()
     torch.manual_seed(1)
     expected = computed(model, run)
     report = enable(model)
@@ -195,8 +195,8 @@ def test_adapters_of_peft(before: bool) -> None:
         assert enable(adapted)
     out = adapted(tokens).last_hidden_state
     out.sum().backward()
-    learned = [each.grad for name, each in adapted.named_parameters() if "lora_" in name]
-    assert learned and all(each is not None and each.any() for each in learned)
+    learned = [parameter.grad for name, parameter in adapted.named_parameters() if "lora_" in name]
+    assert learned and all(gradient is not None and gradient.any() for gradient in learned)
     disable(adapted)
     assert_near("the enabled model", out, adapted(tokens).last_hidden_state)
 
