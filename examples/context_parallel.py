@@ -92,9 +92,9 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor) -> torch.Tensor:
-        every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(every, own)
-        return torch.stack(every)
+        all_ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(all_ranks, own)
+        return torch.stack(all_ranks)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:

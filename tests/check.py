@@ -35,9 +35,9 @@ from tests.expected import (
     assert_within,
     exact_results,
     expected,
-    kept,
+    keep_mask,
     result_dtype,
-    unlucky,
+    worst_draw,
 )
 from tests.samples import Sample
 from triton_relattn import fused_relative_attention, fused_relative_attention_varlen
@@ -107,7 +107,7 @@ class Way:
         if self.implementation == "reference" and inputs.query.element_size() == 2:
             return
         call = {**inputs._asdict(), **arguments, "implementation": self.implementation}
-        golden = expected(call, inputs.d_out, inputs.d_lse, kept(inputs, **arguments))
+        golden = expected(call, inputs.d_out, inputs.d_lse, keep_mask(inputs, **arguments))
         for name, result in results.items():
             assert result.dtype == result_dtype(name, call), f"{name}: {result.dtype}"
             assert_within(name, result, *golden[name])
@@ -131,15 +131,17 @@ def attend_varlen(*tensors: Tensor | None, **arguments: Any) -> Any:
     return fused_relative_attention_varlen(*tensors, **{"implementation": "blockwise", "return_lse": True, **arguments})  # type: ignore[arg-type]
 
 
-def results_of(implementation: str, inputs: Inputs, **arguments: Any) -> dict[str, Tensor]:
+def compute_results(implementation: str, inputs: Inputs, **arguments: Any) -> dict[str, Tensor]:
     """out, lse and all gradients of an implementation, after torch.manual_seed(0)."""
     return Way(implementation).results(inputs, **arguments)
 
 
-def unlucky_reference(inputs: Inputs, **arguments: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def worst_reference(inputs: Inputs, **arguments: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Exact results, and results of the reference that are as far off as in the worst of three draws."""
-    return unlucky(
-        inputs, lambda moved: exact_results(moved, **arguments), lambda moved: results_of("reference", moved, **arguments)
+    return worst_draw(
+        inputs,
+        lambda moved: exact_results(moved, **arguments),
+        lambda moved: compute_results("reference", moved, **arguments),
     )
 
 

@@ -116,7 +116,7 @@ class Limits(NamedTuple):
 
 
 ANY = Limits(("float64", "float32", "float16", "bfloat16"), (1, 2, 3, 8, 5, 16, 17, 33, 64), 70, 70, (1, 2, 1, 2, 3, 0), False)
-OF_KERNELS = Limits(("float32", "float16"), (1, 8, 16, 3, 20, 33), 48, 20, (1, 1, 2), True)
+KERNEL_LIMITS = Limits(("float32", "float16"), (1, 8, 16, 3, 20, 33), 48, 20, (1, 1, 2), True)
 
 
 def compiled(dtype: torch.dtype) -> Limits:
@@ -143,7 +143,7 @@ def sizes(draw: st.DrawFn, limits: Limits, is_packed: bool | None) -> dict[str, 
 
 
 @st.composite
-def samples(draw: st.DrawFn, limits: Limits = OF_KERNELS if INTERPRETED else ANY, is_packed: bool | None = None) -> Sample:
+def samples(draw: st.DrawFn, limits: Limits = KERNEL_LIMITS if INTERPRETED else ANY, is_packed: bool | None = None) -> Sample:
     """Any valid call; is_packed: packed or not, None: either."""
     # The seed first, because hypothesis draws the first choice of a run until it is not that of the run's simplest sample.
     fields: dict[str, Any] = {"seed": draw(st.integers(0, 2**20)), "blocks": draw(st.integers(0, 15))}
@@ -160,10 +160,8 @@ def samples(draw: st.DrawFn, limits: Limits = OF_KERNELS if INTERPRETED else ANY
     if draw(st.integers(0, 2)):
         # Most end where a tile does, or one beside it, as queries see it that are shifted by the offset.
         near = [[max(border + step + sign * some % SIDE, 0) for step in (1, 0, -1) for border in (0, SIDE)] for sign in (1, -1)]
-        ends = (
-            st.sampled_from(borders) | st.sampled_from(borders) | distance | st.sampled_from([-1, 0, 1, FAR]) for borders in near
-        )
-        fields["window_size"] = draw(st.tuples(*ends))
+        anywhere = distance | st.sampled_from([-1, 0, 1, FAR])
+        fields["window_size"] = draw(st.tuples(*(st.sampled_from(ends) | st.sampled_from(ends) | anywhere for ends in near)))
     fields["is_causal"] = draw(rarely(False, True))
     if draw(st.integers(0, 4)):
         fields |= draw(tables(Sample(**fields)))
@@ -201,9 +199,9 @@ def samples(draw: st.DrawFn, limits: Limits = OF_KERNELS if INTERPRETED else ANY
     return Sample(**fields)
 
 
-EVERY = list(HealthCheck)
-repeatable = settings(derandomize=True, database=None, deadline=None, max_examples=50, suppress_health_check=EVERY)
-two_values = settings(database=None, deadline=None, max_examples=2, phases=(Phase.generate,), suppress_health_check=EVERY)
+HEALTH_CHECKS = list(HealthCheck)
+repeatable = settings(derandomize=True, database=None, deadline=None, max_examples=50, suppress_health_check=HEALTH_CHECKS)
+two_values = settings(database=None, deadline=None, max_examples=2, phases=(Phase.generate,), suppress_health_check=HEALTH_CHECKS)
 """A run with the simplest value and one other: five of six further ones repeat parts of those before."""
 
 

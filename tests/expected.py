@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tests.tolerance import within
+from tests.tolerance import assert_at_most
 from triton_relattn import check
 from triton_relattn.testing import Inputs, dropout_mask
 
@@ -27,8 +27,8 @@ SMALLEST_SCALE = 2.0**-59
 SCALES_THAT_ROUND = 0.03, 16384.0
 """Beyond these, terms stay float32 even where others are rounded to float16: docs/numerics.md."""
 TABLES = ("rel_key", "rel_value", "rel_bias", "rel_p2c")
-OF_QUERIES, OF_KEYS = ("query", "rel_query"), ("key", "value")
-INPUTS = (*OF_QUERIES, *OF_KEYS, *TABLES)
+QUERY_INPUTS, KEY_INPUTS = ("query", "rel_query"), ("key", "value")
+INPUTS = (*QUERY_INPUTS, *KEY_INPUTS, *TABLES)
 """The tensors that have gradients."""
 
 
@@ -85,8 +85,8 @@ class Batch:
         return tensor.transpose(1, 2)[self.index[which] < self.lengths[which].sum()] if self.index else tensor
 
     def inputs(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        sides = dict.fromkeys(OF_QUERIES, "q") | dict.fromkeys(OF_KEYS, "k")
-        return {name: self.padded(tensor, sides[name]) if name in sides else tensor for name, tensor in tensors.items()}
+        axes = dict.fromkeys(QUERY_INPUTS, "q") | dict.fromkeys(KEY_INPUTS, "k")
+        return {name: self.padded(tensor, axes[name]) if name in axes else tensor for name, tensor in tensors.items()}
 
 
 class Pairs:
@@ -163,7 +163,7 @@ def logit_scales(call: dict[str, Any]) -> tuple[float, float]:
     return scale, scale if call.get("rel_scale") is None else call["rel_scale"]
 
 
-def kept_weights(call: dict[str, Any], keep: Tensor | None, pairs: Pairs) -> Tensor:
+def dropout_factors(call: dict[str, Any], keep: Tensor | None, pairs: Pairs) -> Tensor:
     """What dropout multiplies each probability by."""
     if keep is None:
         return torch.ones_like(pairs.added)
@@ -179,7 +179,7 @@ def forward(call: dict[str, Any], keep: Tensor | None = None) -> tuple[Tensor, T
     logits = scale * content + rel_scale * relative + bias
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     probs, lse = probabilities(logits + pairs.added, pairs)
-    out = batch.packed(pairs.attend(inputs, probs * kept_weights(call, keep, pairs)), "q")
+    out = batch.packed(pairs.attend(inputs, probs * dropout_factors(call, keep, pairs)), "q")
     return out, batch.packed(lse, "q").T if batch.index else lse
 
 
@@ -228,11 +228,11 @@ def budgets(call: dict[str, Any], d_out: Tensor, d_lse: Tensor, keep: Tensor | N
         probs_error = visible * (probs_error + torch.finfo(torch.float32).tiny)
         probs_error = torch.where(relative_error > 0.5, visible * torch.maximum(probs_error, raised), probs_error)
 
-        kept, tiniest = kept_weights(call, keep, pairs), precision.smallest * visible
-        operand_error = (probs_error + (precision.products + unit) * probs + tiniest) * kept
-        out_error, out_size = (pairs.attend(sizes, weights) for weights in (operand_error, probs * kept))
+        factors, tiniest = dropout_factors(call, keep, pairs), precision.smallest * visible
+        operand_error = (probs_error + (precision.products + unit) * probs + tiniest) * factors
+        out_error, out_size = (pairs.attend(sizes, weights) for weights in (operand_error, probs * factors))
     ones = torch.ones_like(probs, requires_grad=True)
-    d_probs = torch.autograd.grad(pairs.attend(sizes, ones), ones, d_out)[0] * kept
+    d_probs = torch.autograd.grad(pairs.attend(sizes, ones), ones, d_out)[0] * factors
     delta = (probs * d_probs).sum(-1, keepdim=True)
     delta_error = (probs_error * d_probs).sum(-1, keepdim=True) + 2 * unit * delta
     if precision.out:
@@ -256,7 +256,7 @@ def budgets(call: dict[str, Any], d_out: Tensor, d_lse: Tensor, keep: Tensor | N
     return results | {f"d_{name}": budget for name, budget in zip(leaves, found, strict=True)}
 
 
-def kept(inputs: Inputs, dropout_p: float = 0.0, seed: int = 0, **arguments: Any) -> Tensor | None:
+def keep_mask(inputs: Inputs, dropout_p: float = 0.0, seed: int = 0, **arguments: Any) -> Tensor | None:
     """What dropout keeps in a call after torch.manual_seed(seed), (B, H, Nq, Nk); None without dropout."""
     if not dropout_p:
         return None
@@ -269,10 +269,10 @@ def kept(inputs: Inputs, dropout_p: float = 0.0, seed: int = 0, **arguments: Any
 
 
 def exact_results(inputs: Inputs, *, keep: Tensor | None = None, **arguments: Any) -> dict[str, Tensor]:
-    """out, lse and all gradients of a call, packed or not, in float64. keep: as of :func:`kept`, which is the default."""
+    """out, lse and all gradients of a call, packed or not, in float64. keep: the mask of dropout, by default keep_mask's."""
     call = {name: getattr(inputs, name) for name in INPUTS} | arguments
     call = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in call.items() if value is not None}
-    leaves, out, lse = exact(call, kept(inputs, **arguments) if keep is None else keep.cpu())
+    leaves, out, lse = exact(call, keep_mask(inputs, **arguments) if keep is None else keep.cpu())
     cotangents = [inputs.d_out.double().cpu(), inputs.d_lse.double().cpu()]
     gradients = torch.autograd.grad([out, lse], list(leaves.values()), cotangents, materialize_grads=True)
     results = {"out": out.detach(), "lse": lse.detach(), **dict(zip((f"d_{name}" for name in leaves), gradients, strict=True))}
@@ -283,7 +283,7 @@ def table_gradient_budget(
     inputs: Inputs, *, table: str = "rel_key", keep: Tensor | None = None, **arguments: Any
 ) -> tuple[Tensor, float]:
     """The exact gradient of a table and the largest error it may have, see triton_relattn.check; of a pack that of its batch."""
-    keep = kept(inputs, **arguments) if keep is None else keep
+    keep = keep_mask(inputs, **arguments) if keep is None else keep
     if "cu_seqlens_q" in arguments:
         batch = Batch(arguments)
         tensors = batch.inputs({name: tensor for name, tensor in inputs._asdict().items() if tensor is not None})
@@ -298,10 +298,10 @@ def assert_table_gradient(name: str, actual: Tensor, inputs: Inputs, *, table: s
     """Assert that a table's gradient is as good as dS (of rel_value: P) rounded once to the inputs' dtype and summed exactly."""
     golden, budget = table_gradient_budget(inputs, table=table, **arguments)
     assert golden.any(), f"{name}: the exact gradient is all zero, the check would be vacuous"
-    within(name, (actual.double() - golden).abs().max(), budget)
+    assert_at_most(name, (actual.double() - golden).abs().max(), budget)
 
 
-def unlucky(
+def worst_draw(
     inputs: Inputs,
     golden: Callable[[Inputs], dict[str, Tensor]],
     reference: Callable[[Inputs], dict[str, Tensor]],
@@ -325,8 +325,8 @@ def unlucky(
         changed = Inputs(*(moved(tensor, generator) for tensor in inputs)) if number else inputs  # type: ignore[arg-type]
         exact, found = golden(changed) if number else right, reference(changed)
         errors.append({name: (found[name].double() - exact[name]).masked_fill(exact[name].isinf(), 0) for name in found})
-    farthest = {name: max((draw[name] for draw in errors), key=lambda error: float(error.norm(math.inf))) for name in errors[0]}
-    return right, {name: right[name] + error for name, error in farthest.items()}
+    worst = {name: max((draw[name] for draw in errors), key=lambda error: float(error.norm(math.inf))) for name in errors[0]}
+    return right, {name: right[name] + error for name, error in worst.items()}
 
 
 class Expected(NamedTuple):
@@ -385,4 +385,4 @@ def assert_within(name: str, actual: Tensor, golden: Tensor, budget: Tensor) -> 
             f"got {actual[where].item():.9g}, expected {exact:.9g} to within {budget[where].item():.3g}"
         )
 
-    return within(name, (result - golden).abs()[representable], budget[representable], message)
+    return assert_at_most(name, (result - golden).abs()[representable], budget[representable], message)

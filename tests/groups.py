@@ -38,11 +38,9 @@ def is_group(name: str, value: Any) -> bool:
 def flat_types(arguments: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
     """Return the types of arguments, which have the arguments' form, by the names in flat."""
     result: dict[str, Any] = {}
-    for name, kind in types.items():
+    for name, kinds in types.items():
         if is_group(name, arguments[name]):
-            result |= {
-                PREFIXES[name] + field: field_type for field, field_type in zip(arguments[name]._fields, kind, strict=True)
-            }
+            result |= {PREFIXES[name] + field: kind for field, kind in zip(arguments[name]._fields, kinds, strict=True)}
         else:
-            result[name] = kind
+            result[name] = kinds
     return result

@@ -13,7 +13,7 @@ LOWER = {torch.float64: torch.float32, torch.float32: torch.float16}
 """The precision below each: what a result has that was rounded to it on the way."""
 
 
-def tolerance_of(dtype: torch.dtype) -> float:
+def dtype_tolerance(dtype: torch.dtype) -> float:
     """Return how far apart, relative to their largest number, two ways to compute the same in ``dtype`` may be.
 
     It lies between the unit of dtype and that of the precision below, equally far from both on a logarithmic scale: 5.1e-12 for
@@ -34,7 +34,7 @@ def sum_allowance(terms: int, magnitudes: torch.Tensor | float, dtype: torch.dty
     return 2 * terms * torch.finfo(dtype).eps * magnitudes
 
 
-def within(
+def assert_at_most(
     what: str,
     error: torch.Tensor | float,
     allowance: torch.Tensor | float,
@@ -107,7 +107,7 @@ def assert_near(
         if error:
             raise AssertionError(f"{what}: {error:.3e} where all that is expected is zero")
         return
-    within(what, error, (tolerance_of(expected.dtype) if tolerance is None else tolerance) * largest)
+    assert_at_most(what, error, (dtype_tolerance(expected.dtype) if tolerance is None else tolerance) * largest)
 
 
 def assert_same(name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -131,4 +131,4 @@ def assert_gradients_close_fp32(
     infinite = golden == -math.inf
     assert torch.equal(actual == -math.inf, infinite), f"{name}: -inf in other places"
     error, golden = (actual.double() - golden).masked_fill(infinite, 0), golden.masked_fill(infinite, 0)
-    within(name, error.norm(), float32_gradient_budget(golden, all_golden))
+    assert_at_most(name, error.norm(), float32_gradient_budget(golden, all_golden))

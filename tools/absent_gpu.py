@@ -132,7 +132,7 @@ def recorded_launches(
         "launch_metadata": lambda self, *_: None,
         "function": None,
     }
-    kept = {name: CompiledKernel.__dict__.get(name) for name in replaced}
+    originals = {name: CompiledKernel.__dict__.get(name) for name in replaced}
     pipeline_hook = triton.knobs.runtime.add_stages_inspection_hook
     active = driver._active
     driver.set_active(AbsentGPU(gpu_target(target)))
@@ -149,7 +149,7 @@ def recorded_launches(
         JITFunction.run = compile_and_launch
         triton.knobs.runtime.add_stages_inspection_hook = pipeline_hook
         driver._active = active
-        for name, original in kept.items():
+        for name, original in originals.items():
             if original is None:
                 delattr(CompiledKernel, name)
             else:

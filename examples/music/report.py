@@ -116,8 +116,8 @@ def table(folders: Iterable[Path]) -> str:
         f"| attention | parameters | seeds | {' | '.join(MEASURED.values())} |",
         "|---|---|---|" + "---|" * len(MEASURED),
     ]
-    for kind, of_kind in runs.items():
-        results = [result for result, _ in of_kind]
+    for kind, kind_runs in runs.items():
+        results = [result for result, _ in kind_runs]
         cells = [_spread([float(result[name]) for result in results]) for name in MEASURED]
         seeds = ", ".join(sorted(result["seed"] for result in results))
         lines.append(f"| {kind} | {int(results[0]['parameters']):,} | {seeds} | {' | '.join(cells)} |")
@@ -159,8 +159,8 @@ def draw_summary(folders: Iterable[Path], path: Path) -> None:
         figure, both = plt.subplots(1, 2, figsize=(WIDTH, 3.6), sharey=True)
         for axes, (column, where) in zip(both, panels.items(), strict=True):
             ends = {}
-            for kind, of_kind in runs.items():
-                curves = [curve(rows, column) for _, rows in of_kind]
+            for kind, kind_runs in runs.items():
+                curves = [curve(rows, column) for _, rows in kind_runs]
                 steps, losses = curves[0][0], list(zip(*(losses for _, losses in curves), strict=True))
                 means = [statistics.fmean(values) for values in losses]
                 axes.plot(steps, means, color=COLORS[kind], linewidth=1.8)
@@ -197,8 +197,8 @@ def difference(first: Path, second: Path) -> str:
     for steps in (len(rows) // 4, len(rows) // 2, len(rows)):
         cells = []
         for column in columns:
-            apart = [abs(float(a[column]) - float(b[column])) for a, b in rows[:steps] if a[column] and b[column]]
-            cells.append(f"{max(apart):.1e}" if apart else "")
+            differences = [abs(float(a[column]) - float(b[column])) for a, b in rows[:steps] if a[column] and b[column]]
+            cells.append(f"{max(differences):.1e}" if differences else "")
         lines.append(f"| 1 .. {steps} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

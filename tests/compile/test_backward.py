@@ -44,8 +44,8 @@ def compiled(kernel: str, target: str, width: int, table: str) -> Resources:
 def test_loads_are_asynchronous(target: str, kernel: str) -> None:
     """With two stages the loads of the next turn run beside this one: a value carried unchanged would turn that off. The dtable
     kernel loads the number of a sequence's keys otherwise, and on sm_80 dS, which has to be transposed."""
-    of_case = case(kernel, target, 64, "full")
-    config, loop = of_case.config, used_by(of_case, of_case.config).main_loop
+    kernel_case = case(kernel, target, 64, "full")
+    config, loop = kernel_case.config, used_by(kernel_case, kernel_case.config).main_loop
     others = 0
     if kernel == "dtable":
         words = config.block_m * config.block_n * 2 // 16 // (32 * config.num_warps)  # of 16 bytes, that a thread loads
@@ -100,12 +100,12 @@ class Allocations(TorchDispatchMode):
         self.kept: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {
+        existing = {
             leaf.untyped_storage().data_ptr() for leaf in torch.utils._pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)
         }
         result = func(*args, **(kwargs or {}))
         for leaf in torch.utils._pytree.tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() not in known:
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() not in existing:
                 self.sizes[leaf.untyped_storage().data_ptr()] = leaf.untyped_storage().nbytes()
                 self.kept.append(leaf)  # so that no address is used twice
         return result
@@ -115,12 +115,12 @@ class Allocations(TorchDispatchMode):
         return sum(self.sizes.values())
 
 
-def allocated(length: int, table: str, with_every_term: bool = False, has_window: bool = False) -> int:
+def allocated(length: int, table: str, with_all_terms: bool = False, has_window: bool = False) -> int:
     """Bytes that forward and backward allocate, one head of width 16 in float16, all gradients, everything kept."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(features, "HALF", 4)
         tensors, spec = call(table, torch.float16, 16, length=length, heads=1, has_lengths=False)
-    if with_every_term:
+    if with_all_terms:
         assert tensors.rel_key is not None
         rows = tensors.rel_key.shape[0]
         terms = {"rel_query": torch.empty_like(tensors.query), "rel_value": torch.empty_like(tensors.rel_key)}
@@ -157,7 +157,7 @@ def test_memory_of_all_terms_is_linear(table: str, shortest: int, monkeypatch: p
     """Twice the length takes twice the bytes, less what does not depend on it: with a full table so many rows that each block of
     them has one program, with a clamped one as many programs as there are blocks of queries."""
     monkeypatch.setenv(planning.VARIABLE, "0")
-    short, middle, long = (allocated(factor * shortest, table, with_every_term=True) for factor in (1, 2, 4))
+    short, middle, long = (allocated(factor * shortest, table, with_all_terms=True) for factor in (1, 2, 4))
     assert long - middle == 2 * (middle - short) > 0
 
 
@@ -168,12 +168,12 @@ def test_memory_of_the_residual() -> None:
     kept, backwards = [], []
     for keeps_residual in (False, True):
         with recorded_launches("sm_90", only=""):
-            with Allocations() as of_forward:
+            with Allocations() as in_forward:
                 out, _, softmax_stats, residual = forward(tensors, spec, keeps_residual=keeps_residual)
-            with Allocations() as of_backward:
+            with Allocations() as in_backward:
                 backward(torch.empty_like(out), None, out, softmax_stats, tensors, spec, residual=residual)
-        kept.append(of_forward.total)
-        backwards.append(of_backward.total)
+        kept.append(in_forward.total)
+        backwards.append(in_backward.total)
     assert kept[1] - kept[0] == 2 * 2048 * 49 * 2 and backwards[1] == backwards[0]
 
 

@@ -142,8 +142,8 @@ def test_everything_at_once_compiles_and_fits(target: str, outside: str, packed:
     """Every kernel of a call that has every feature, with the smallest tiles."""
     recorded = launches(target, outside, packed)
     far_keys = ["far_keys"] if outside == "clamp" else []
-    of_backward = ["delta", "dkv", *["dq"] * (2 if outside == "clamp" else 1), "dtable", "dtable", "dp2c"]
-    assert [launch.name for launch in recorded] == [*far_keys, "forward", *far_keys, *of_backward]
+    backward_kernels = ["delta", "dkv", *["dq"] * (2 if outside == "clamp" else 1), "dtable", "dtable", "dp2c"]
+    assert [launch.name for launch in recorded] == [*far_keys, "forward", *far_keys, *backward_kernels]
     for launch in recorded:
         assert launch.kernel.metadata.shared <= architecture_of(target).shared_memory, launch.name
 

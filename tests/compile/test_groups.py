@@ -53,9 +53,9 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_length_of_a_known_kind_compiles_nothing(lengths: tuple[int, int], likewise: tuple[int, int]) -> None:
     """Triton tells apart whether a length is 1, and whether it is a multiple of 16; nothing here asks for more."""
-    known = set(compiled_for(lengths)) | set(compiled_for(likewise))
+    compiled = set(compiled_for(lengths)) | set(compiled_for(likewise))
     further = {(33, 48): (83, 96), (48, 33): (96, 90), (1, 40): (1, 90), (32, 48): (96, 112)}[lengths]
-    assert set(compiled_for(further)) <= known
+    assert set(compiled_for(further)) <= compiled
 
 
 @pytest.mark.usefixtures("by_kernels")

@@ -147,17 +147,16 @@ def unwritten(tensor: torch.Tensor, dim: int | None = None) -> torch.Tensor:
     return torch.empty(length, dtype=tensor.dtype).as_strided(tensor.shape, strides)
 
 
-def emptied(choose: random.Random, inputs: Inputs, arguments: dict[str, Any]) -> tuple[Inputs, dict[str, Any]]:
+def without_elements(choose: random.Random, inputs: Inputs, arguments: dict[str, Any]) -> tuple[Inputs, dict[str, Any]]:
     """The same padded call without batch entries, queries or keys."""
-    of_queries = ("query", "rel_query", "d_out", "d_lse")
-    names, dim = choose.choice((((*of_queries, "key", "value"), 0), (of_queries, 2), (("key", "value"), 2)))
+    query_tensors = ("query", "rel_query", "d_out", "d_lse")
+    names, dim = choose.choice((((*query_tensors, "key", "value"), 0), (query_tensors, 2), (("key", "value"), 2)))
     tensors = {name: getattr(inputs, name) for name in names}
     arguments = {name: value for name, value in arguments.items() if name not in ("attn_mask", "key_lengths")}
     if dim == 0 and isinstance(arguments["query_offset"], torch.Tensor):
         arguments["query_offset"] = arguments["query_offset"][:0]
-    return inputs._replace(
-        **{name: tensor.narrow(dim, 0, 0) for name, tensor in tensors.items() if tensor is not None}
-    ), arguments
+    emptied = {name: tensor.narrow(dim, 0, 0) for name, tensor in tensors.items() if tensor is not None}
+    return inputs._replace(**emptied), arguments
 
 
 def drawn(seed: int) -> Call:
@@ -168,7 +167,7 @@ def drawn(seed: int) -> Call:
     limits = compiled(dtype)._replace(widths=(8, 16, 40, 64, 80, 128, 256), longest=choose.choice((200, 1100, 4100)))
     inputs, arguments = drawn_sample(seed, limits, is_packed=packed).inputs(is_meta=True)
     if not packed and choose.random() < 0.1:
-        inputs, arguments = emptied(choose, inputs, arguments)
+        inputs, arguments = without_elements(choose, inputs, arguments)
     tensors = {
         name: unwritten(tensor, choose.randrange(tensor.dim()) if choose.random() < 0.15 else None)
         for name, tensor in inputs._asdict().items()
@@ -221,7 +220,7 @@ def check_arguments(call: Call, launch: Recorded) -> None:
     dtype = call.dtype
     has_tile = launch.name != "merge"
     blocks = max(launch["TILE"].block_m, launch["TILE"].block_n) if has_tile else launch["BLOCK_M"]
-    step, of_queries = 1, ("vectors", "d_queries", "d_rel_queries")
+    step, query_tensors = 1, ("vectors", "d_queries", "d_rel_queries")
     if launch.name in ("dtable", "dq"):  # queries of a tile lie 16 bytes apart in a row of dS
         step = 16 // dtype.itemsize
     is_clamped = has_tile and launch["TILE"].coverage == "clamp"
@@ -249,7 +248,7 @@ def check_arguments(call: Call, launch: Recorded) -> None:
             assert (shape[-1] - 1) * strides[-1] < 2**31
         elif len(shape) == 4 and name not in BUFFERS | {"attn_mask", "mask"}:
             is_whole = name in TABLES and is_clamped  # addressed from its first row on
-            rows = shape[2] if is_whole else min(step * blocks if name in of_queries else blocks, shape[2])
+            rows = shape[2] if is_whole else min(step * blocks if name in query_tensors else blocks, shape[2])
             offset = (rows - 1) * strides[2] + (shape[3] - 1) * strides[3]
             assert wide_index or offset < 2**31, (name, offset)
     for name, value in launch.arguments.items():

@@ -16,10 +16,8 @@ from triton_relattn import RelativePositions
 from triton_relattn._core import validation
 from triton_relattn._core.arguments import Arguments
 from triton_relattn._core.spec import DIFFERENTIABLE
-from triton_relattn.kernels import backward as of_backward
-from triton_relattn.kernels import call as of_call
-from triton_relattn.kernels import forward as of_forward
-from triton_relattn.kernels import launching
+from triton_relattn.kernels import backward, forward, launching
+from triton_relattn.kernels import call as kernel_call
 from triton_relattn.kernels.workspace import planning
 
 SHAPE = (2, 2, 32, 64)
@@ -75,12 +73,12 @@ def launched(target: str, given: Given, wanted: tuple[str, ...] | None, d_out_mo
         found.append((launch.kernel.hash, launch.grid, numbers(values)))
 
     with recorded_launches(target, run=note):
-        out, _, softmax_stats, _ = of_forward.forward(tensors, spec)
+        out, _, softmax_stats, _ = forward.forward(tensors, spec)
         if wanted is not None:
             d_out = torch.zeros(out.numel() + 1, dtype=out.dtype)[int(d_out_moved) :][: out.numel()].view(out.shape)
             names = zip(DIFFERENTIABLE, tensors, strict=False)
             both = [tensor is not None and (not wanted or name in wanted) for name, tensor in names]
-            of_backward.backward(d_out, None, out, softmax_stats, tensors, spec, both)
+            backward.backward(d_out, None, out, softmax_stats, tensors, spec, both)
     return found
 
 
@@ -96,9 +94,9 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(launching, "_run", run)
-    of_call.fixed.cache_clear()
+    kernel_call.fixed.cache_clear()
     yield names
-    of_call.fixed.cache_clear()
+    kernel_call.fixed.cache_clear()
 
 
 def test_as_triton_would_find_them(searches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,14 +106,14 @@ def test_as_triton_would_find_them(searches: list[str], monkeypatch: pytest.Monk
     calls += [(target, "bfloat16", (), False) for target in ("sm_80", "sm_90")]
     calls += [("sm_90", "bias", ("rel_key",), late) for late in (False, True)]
 
-    def every() -> list[list[tuple[Any, ...]]]:
+    def launch_all() -> list[list[tuple[Any, ...]]]:
         return [launched(target, CALLS[name](), wanted, late) for target, name, wanted, late in calls]
 
-    first, before = every(), len(searches)
-    quick = every()
+    first, before = launch_all(), len(searches)
+    quick = launch_all()
     assert len(searches) == before, "a call that had been there was searched for"
     monkeypatch.setattr(launching, "_run", None)  # JITFunction.run is another
-    searched = every()
+    searched = launch_all()
     assert len(searches) == before + sum(map(len, searched))
     assert first == quick == searched
     kernels = {call: [kernel for kernel, *_ in launches] for call, launches in zip(calls, searched, strict=True)}

@@ -43,5 +43,5 @@ def test_who_rotates_how(arch: str) -> None:
         assert found == {dtype: {"gather"} for dtype in found}
     else:
         # Shared memory of 100 KB makes tiles of width 128 small, and not all of them rotate so.
-        of_16_bits = {"registers"} if arch in ("sm_80", "sm_90") else {"gather", "registers"}
-        assert found == {torch.bfloat16: of_16_bits, torch.float16: of_16_bits, torch.float32: {"gather"}}
+        half_rotations = {"registers"} if arch in ("sm_80", "sm_90") else {"gather", "registers"}
+        assert found == {torch.bfloat16: half_rotations, torch.float16: half_rotations, torch.float32: {"gather"}}

@@ -127,11 +127,11 @@ def test_every_kind_of_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         work()
         agree(gpu)
         assert gpu.modules == modules
-    told, again = (
+    expected, again = (
         [(launch.name, launch.grid, launch.threads, launch.shared_bytes, launch.device, launch.numbers()) for launch in launches]
         for launches in (first, gpu.launches)
     )
-    assert told == again
+    assert expected == again
 
 
 def test_parts_of_a_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,8 +141,8 @@ def test_parts_of_a_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     with stub_gpu() as gpu:
         work()
         agree(gpu)
-    of_parts = [launch for launch in gpu.launches if launch.name == "dkv"]
-    assert len(of_parts) > 1 and len({launch.parameters for launch in of_parts}) == len(of_parts)
+    dkv_launches = [launch for launch in gpu.launches if launch.name == "dkv"]
+    assert len(dkv_launches) > 1 and len({launch.parameters for launch in dkv_launches}) == len(dkv_launches)
 
 
 def test_little_shared_memory() -> None:

@@ -13,7 +13,7 @@ from tests.check import Results as Found
 from tests.check import check, environment, run
 from tests.emulator.calls import CALLS, Subject
 from tests.expected import TABLES, table_gradient_budget
-from tests.tolerance import within
+from tests.tolerance import assert_at_most
 from tools.emulator.device import TARGETS
 from triton_relattn.kernels import forward, splits
 from triton_relattn.kernels.fences import LACKS_FENCES
@@ -113,7 +113,7 @@ def test_table_gradients(subject: Subject) -> None:
         golden, budget = table_gradient_budget(inputs.to(torch.float16) if is_tf32 else inputs, table=table, **arguments)
         gradient = found[f"d_{table}"]
         assert golden.any() and gradient is not None
-        within(table, (gradient.double() - golden).abs().max(), budget * (2 if is_tf32 else 1))
+        assert_at_most(table, (gradient.double() - golden).abs().max(), budget * (2 if is_tf32 else 1))
 
 
 @pytest.mark.thorough

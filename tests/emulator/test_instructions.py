@@ -14,7 +14,7 @@ from inspect import signature
 import pytest
 import torch
 
-from tests.tolerance import within
+from tests.tolerance import assert_at_most
 from tools.emulator.decode import CORE, _expanded, decode, lanewise
 from tools.emulator.handwritten import execute, kernel
 from tools.emulator.ptx import UnknownPTX
@@ -177,13 +177,13 @@ def test_rounding_to_16_bits(dtype: torch.dtype) -> None:
     apply(f"cvt.rn.{name}x2.f32 %r10, %r12, %r11", [values, values.flip(0).contiguous()], pairs.view(torch.int32).flatten())
     assert_same_bits(pairs, torch.stack((values, values.flip(0)), -1).to(dtype))
     back = torch.zeros(len(values))
-    apply(f"cvt.u16.u32 %h0, %r11; cvt.f32.{name} %r10, %h0", [every_half()[: len(values)]], back)
-    assert_same_bits(back, every_half()[: len(values)].short().view(dtype).float())
+    apply(f"cvt.u16.u32 %h0, %r11; cvt.f32.{name} %r10, %h0", [all_halves()[: len(values)]], back)
+    assert_same_bits(back, all_halves()[: len(values)].short().view(dtype).float())
 
 
 def test_sums_in_16_bits() -> None:
     """Rounded once, as torch's."""
-    left, right = every_half(), every_half().roll(1)
+    left, right = all_halves(), all_halves().roll(1)
     total = left.short().view(torch.float16) + right.short().view(torch.float16)
     result = torch.zeros(len(left), dtype=torch.float16)
     apply("cvt.u16.u32 %h1, %r11; cvt.u16.u32 %h2, %r12; add.f16 %h10, %h1, %h2", [left, right], result)
@@ -194,7 +194,7 @@ def test_sums_in_16_bits() -> None:
     assert_same_bits(pairs.view(torch.float16), total)
 
 
-def every_half() -> torch.Tensor:
+def all_halves() -> torch.Tensor:
     """All 16-bit patterns, in some order, in 32 bits."""
     return torch.randperm(65536, generator=torch.Generator().manual_seed(0)).int()
 
@@ -260,7 +260,7 @@ def test_functions(instruction: str) -> None:
     result = torch.zeros(320)
     apply(instruction, [values], result)
     exact = FUNCTIONS[instruction](values.double())
-    within("result", (result - exact).abs(), torch.finfo(torch.float32).eps * exact.abs())
+    assert_at_most("result", (result - exact).abs(), torch.finfo(torch.float32).eps * exact.abs())
 
 
 def test_fused_multiply_add_rounds_once() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tolerance import assert_near, within
+from tests.tolerance import assert_at_most, assert_near
 from tools.absent_gpu import HOOK_IS_IN_KEYS, recorded_launches
 from tools.emulator import small_kernels as small
 from tools.emulator.device import TARGETS, Emulated, emulated
@@ -134,7 +134,7 @@ def check_matmul(target: str, dtype: torch.dtype, precision: str, transposed: bo
     # Of numbers rounded down to TF32: twice its unit, of each product. Otherwise sums in float32 of exact products.
     unit = TF32 if precision == "tf32" else 2 * torch.finfo(torch.float32).eps
     allowance = 2 * unit * (a.double().abs() @ (b.T if transposed else b).double().abs())
-    within("product", (c - product).abs(), allowance)
+    assert_at_most("product", (c - product).abs(), allowance)
     return launches
 
 
@@ -187,7 +187,7 @@ def test_attention(target: str, dtype: torch.dtype) -> None:
     probs = ((q.double() @ k.double().T) * 0.6931471805599453).softmax(1)
     unit = torch.finfo(dtype).eps if dtype != torch.float32 else TF32  # the default
     # Of P, of V in TF32, of out, and of the sum: a unit each, of values that are as large as the largest.
-    within("out", (o - probs @ v.double()).abs(), 4 * unit * v.double().abs().max())
+    assert_at_most("out", (o - probs @ v.double()).abs(), 4 * unit * v.double().abs().max())
 
 
 @has_fences

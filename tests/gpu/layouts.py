@@ -10,9 +10,9 @@ import torch
 
 from tests.draws import Limits, drawn
 from tests.expected import exact_results
-from tests.interpreter.launch import check_every_term
+from tests.interpreter.launch import check_forward_backward
 from tests.samples import in_memory_order, with_different_strides
-from tests.tolerance import tolerance_of, within
+from tests.tolerance import assert_at_most, dtype_tolerance
 from triton_relattn import RelativePositions, fused_relative_attention_varlen
 from triton_relattn.testing import Inputs, forward_backward, make_inputs
 
@@ -21,8 +21,8 @@ POSITIONS = {
     "clamp": lambda length: RelativePositions(-length // 3, length // 4),
     "zero": lambda length: RelativePositions(-length // 3, length // 4, "zero"),
 }
-LARGEST_DISTANCE = {torch.float32: 10 * tolerance_of(torch.float32)}
-LARGEST_DISTANCE |= {dtype: tolerance_of(dtype) for dtype in (torch.bfloat16, torch.float16)}
+LARGEST_DISTANCE = {torch.float32: 10 * dtype_tolerance(torch.float32)}
+LARGEST_DISTANCE |= {dtype: dtype_tolerance(dtype) for dtype in (torch.bfloat16, torch.float16)}
 """Relative, in norm, between a packed call and its sequences in float64; in float32 gradients cancel to a tenth."""
 
 
@@ -69,7 +69,7 @@ def check_layout(layout: str, width: int, outside: str, dtype: torch.dtype, devi
         device=device,
         seed=width,
     )
-    check_every_term(LAYOUTS[layout](inputs), None, positions=positions, is_causal=outside == "zero")
+    check_forward_backward(LAYOUTS[layout](inputs), None, positions=positions, is_causal=outside == "zero")
 
 
 def check_packed(seed: int, limits: Limits, device: str) -> None:
@@ -91,4 +91,4 @@ def check_packed(seed: int, limits: Limits, device: str) -> None:
             continue
         distance = float((ours[is_finite] - exact[is_finite]).norm())
         scale = max(float(exact[is_finite].norm()), 0.05 * exact[is_finite].numel() ** 0.5)
-        within(name, distance, LARGEST_DISTANCE[result.dtype] * scale)
+        assert_at_most(name, distance, LARGEST_DISTANCE[result.dtype] * scale)

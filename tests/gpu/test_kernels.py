@@ -9,7 +9,7 @@ import torch
 
 from tests.draws import compiled, drawn
 from tests.gpu.layouts import LAYOUTS, POSITIONS, check_layout, check_packed
-from tests.interpreter.launch import check_every_term
+from tests.interpreter.launch import check_forward_backward
 from tests.tolerance import assert_gradients_close_fp32, assert_near
 from triton_relattn import RelativePositions, decomposed_relative_attention, fused_relative_attention
 from triton_relattn.testing import assert_within_budget, make_inputs
@@ -27,7 +27,7 @@ def test_drawn_calls(seed: int, dtype: torch.dtype) -> None:
     """out, lse and all gradients of random calls with any of the terms and arguments."""
     inputs, arguments = drawn(seed, compiled(dtype), is_packed=False).inputs()
     arguments = {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
-    check_every_term(inputs.to(dtype, DEVICE), None, **arguments)
+    check_forward_backward(inputs.to(dtype, DEVICE), None, **arguments)
 
 
 @pytest.mark.parametrize(("dtype", "width"), [*((torch.bfloat16, width) for width in (40, 64, 72)), (torch.float32, 40)], ids=str)

@@ -40,9 +40,9 @@ TILES = {
 }
 
 
-def limit_of(limit: str, inputs: Inputs, arguments: dict[str, Any], tiles: dict[str, TileConfig]) -> str:
+def workspace_limit(limit: str, inputs: Inputs, arguments: dict[str, Any], tiles: dict[str, TileConfig]) -> str:
     """The number of bytes, as the variable has it, with which the parts of a call are one of LIMITS; "" for the usual limit."""
-    num_queries, num_keys = sizes_of(inputs, arguments)[2:]
+    num_queries, num_keys = call_sizes(inputs, arguments)[2:]
     padded_keys = -(-num_keys // tiles["dkv"].block_n) * tiles["dkv"].block_n
     group = inputs.query.shape[1] // inputs.key.shape[1]
     pairs = group * num_queries * padded_keys * (1 if inputs.rel_value is None else 2)
@@ -50,7 +50,7 @@ def limit_of(limit: str, inputs: Inputs, arguments: dict[str, Any], tiles: dict[
     return {"whole": "", "heads": str(size), "keys": str(size * 2 // 3), "block": "0"}[limit]
 
 
-def sizes_of(inputs: Inputs, arguments: dict[str, Any]) -> tuple[int, int, int, int]:
+def call_sizes(inputs: Inputs, arguments: dict[str, Any]) -> tuple[int, int, int, int]:
     """Sequences, heads of keys, queries and keys of the longest sequence."""
     if "cu_seqlens_q" in arguments:
         sequences = len(arguments["cu_seqlens_q"]) - 1
@@ -60,7 +60,7 @@ def sizes_of(inputs: Inputs, arguments: dict[str, Any]) -> tuple[int, int, int, 
 
 def check_parts(parts: int, limit: str, inputs: Inputs, arguments: dict[str, Any], tiles: dict[str, TileConfig]) -> None:
     """There are as many parts as the limit makes, so that a test runs what it says."""
-    sequences, key_heads, _, num_keys = sizes_of(inputs, arguments)
+    sequences, key_heads, _, num_keys = call_sizes(inputs, arguments)
     units, blocks = sequences * key_heads, -(-num_keys // tiles["dkv"].block_n)
     if limit == "keys":
         assert parts > units
@@ -70,7 +70,7 @@ def check_parts(parts: int, limit: str, inputs: Inputs, arguments: dict[str, Any
 
 
 OFFSETS = torch.tensor([3, -5], dtype=torch.int32)
-EVERY_TABLE: dict[str, Any] = {"rel_value": True, "rel_bias": True, "rel_p2c": True}
+ALL_TABLES: dict[str, Any] = {"rel_value": True, "rel_bias": True, "rel_p2c": True}
 CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # of make_inputs, of the call
     "plain": ({}, {}),
@@ -101,13 +101,13 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "offsets": ({"rel_bias": True}, {"query_offset": OFFSETS}),
     "offsets_window": ({"per_head": True, "rel_value": True}, {"query_offset": OFFSETS, "window_size": (11, 5)}),
-    "every_table": ({**EVERY_TABLE, "rel_width": 12}, {"query_offset": 3, "softcap": 9.0}),
-    "every_table_offsets": ({**EVERY_TABLE, "per_head": True}, {"query_offset": OFFSETS, "dropout_p": 0.2, "is_causal": True}),
+    "every_table": ({**ALL_TABLES, "rel_width": 12}, {"query_offset": 3, "softcap": 9.0}),
+    "every_table_offsets": ({**ALL_TABLES, "per_head": True}, {"query_offset": OFFSETS, "dropout_p": 0.2, "is_causal": True}),
     "no_table": ({"rel_key": False}, {"is_causal": True, "query_offset": 6}),
 }
 
 
-def call_of(kind: str, **others: Any) -> tuple[Inputs, dict[str, Any]]:
+def padded_call(kind: str, **others: Any) -> tuple[Inputs, dict[str, Any]]:
     """Two batch entries, two heads that share their keys, odd lengths."""
     positions = POSITIONS[kind]
     options: dict[str, Any] = {"batch": 2, "heads": 2, "key_heads": 1, "num_queries": 37, "num_keys": 43}
@@ -115,21 +115,21 @@ def call_of(kind: str, **others: Any) -> tuple[Inputs, dict[str, Any]]:
     return make_inputs(**options), {"positions": positions, "enable_gqa": True}
 
 
-LENGTHS_OF_PACK: dict[str, tuple[int, ...]] = {"q": (13, 0, 37, 5), "k": (21, 5, 40, 0)}
+PACKED_LENGTHS: dict[str, tuple[int, ...]] = {"q": (13, 0, 37, 5), "k": (21, 5, 40, 0)}
 PACKED_CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "packed": ({"rel_bias": True}, {}),
     "packed_causal": ({"per_head": True, "rel_value": True}, {"is_causal": True, "query_offset": 5}),
     "packed_window": ({"rel_value": True, "rel_key": False}, {"window_size": (11, 5)}),
     "packed_p2c": ({"rel_p2c": True, "heads": 4, "key_heads": 2, "per_head": True}, {"rel_scale": -0.3}),
-    "packed_offsets": ({**EVERY_TABLE, "rel_width": 12}, {"query_offset": torch.tensor([4, 3, -12, 20])}),
+    "packed_offsets": ({**ALL_TABLES, "rel_width": 12}, {"query_offset": torch.tensor([4, 3, -12, 20])}),
     "packed_dropout": ({"rel_value": True, "rel_bias": True}, {"dropout_p": 0.3, "softcap": 3.0}),
 }
 
 
-def pack_of(kind: str, lengths: dict[str, tuple[int, ...]] = LENGTHS_OF_PACK, **others: Any) -> tuple[Inputs, dict[str, Any]]:
+def packed_call(kind: str, lengths: dict[str, tuple[int, ...]] = PACKED_LENGTHS, **others: Any) -> tuple[Inputs, dict[str, Any]]:
     """Return what call_of does, but sequences of these lengths, packed."""
     options: dict[str, Any] = {"batch": 1, "num_queries": sum(lengths["q"]), "num_keys": sum(lengths["k"])}
-    inputs, arguments = call_of(kind, **{**options, **others})
+    inputs, arguments = padded_call(kind, **{**options, **others})
     in_order = {name: getattr(inputs, name) for name in ("query", "key", "value", "d_out", "rel_query")}
     packed: dict[str, Any] = {name: tensor[0].transpose(0, 1) for name, tensor in in_order.items() if tensor is not None}
     arguments["query_offset"] = 0
@@ -142,7 +142,7 @@ def pack_of(kind: str, lengths: dict[str, tuple[int, ...]] = LENGTHS_OF_PACK, **
 def named_call(name: str, kind: str, **others: Any) -> tuple[Inputs, dict[str, Any]]:
     """One of CALLS or PACKED_CALLS."""
     shape, arguments = (CALLS | PACKED_CALLS)[name]
-    inputs, of_table = (pack_of if name in PACKED_CALLS else call_of)(kind, **{**shape, **others})
+    inputs, table_arguments = (packed_call if name in PACKED_CALLS else padded_call)(kind, **{**shape, **others})
     if all(getattr(inputs, table) is None for table in TABLES):
-        del of_table["positions"]
-    return inputs, {**of_table, **arguments}
+        del table_arguments["positions"]
+    return inputs, {**table_arguments, **arguments}

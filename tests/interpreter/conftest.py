@@ -35,7 +35,7 @@ numpy_dtype = interpreter._get_np_dtype
 numpy_dtypes: dict[Any, Any] = {}
 
 
-def numpy_dtype_of(dtype: Any) -> Any:
+def cached_numpy_dtype(dtype: Any) -> Any:
     """Triton's own, which makes a table of all dtypes each time."""
     element = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
     if isinstance(element, tl.pointer_type):
@@ -71,7 +71,7 @@ def change_interpreter(patch: pytest.MonkeyPatch) -> None:
     options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     patch.setattr(core, "_unwrap_if_constexpr", unwrap_named)
     patch.setattr(interpreter.InterpretedFunction, "__call__", call_device_function)
-    patch.setattr(interpreter, "_get_np_dtype", numpy_dtype_of)
+    patch.setattr(interpreter, "_get_np_dtype", cached_numpy_dtype)
     patch.setattr(interpreter.interpreter_builder, "options", options)
     patch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 

@@ -43,7 +43,7 @@ def tensors_in(argument: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(part)
 
 
-def poison_of(dtype: Any) -> Any:
+def poison_value(dtype: Any) -> Any:
     """NaN, True or the largest integer, for dtypes of torch and of numpy; for what is uint16 to numpy it is bfloat16's NaN."""
     if isinstance(dtype, torch.dtype):
         return math.nan if dtype.is_floating_point else True if dtype == torch.bool else torch.iinfo(dtype).max
@@ -142,7 +142,7 @@ class GuardedMemory:
         asked = np.broadcast_to(np.asarray(mask, dtype=bool), pointers.shape)
         inside = self.launches[-1].access("load", self.program, pointers, asked, dtype.itemsize)
         loaded = self.memory.load(pointers, asked & inside, other, dtype)
-        return np.where(asked & ~inside, poison_of(dtype), loaded).astype(dtype) if (asked & ~inside).any() else loaded
+        return np.where(asked & ~inside, poison_value(dtype), loaded).astype(dtype) if (asked & ~inside).any() else loaded
 
     def store(self, pointers: Any, value: Any, mask: Any) -> None:
         asked = np.broadcast_to(np.asarray(mask, dtype=bool), pointers.shape)
@@ -151,11 +151,11 @@ class GuardedMemory:
 
     def atomic_cas(self, pointers: Any, compared: Any, value: Any, semantics: Any) -> np.ndarray:
         self.launches[-1].report(self.program, "an atomic compare-and-swap")
-        return np.full_like(value, poison_of(value.dtype))
+        return np.full_like(value, poison_value(value.dtype))
 
     def atomic_rmw(self, operation: Any, pointers: Any, value: Any, mask: Any, semantics: Any) -> np.ndarray:
         self.launches[-1].report(self.program, f"an atomic {operation.name}")
-        return np.full_like(value, poison_of(value.dtype))
+        return np.full_like(value, poison_value(value.dtype))
 
     def arithmetic(self, left: Any, right: Any, operation: Any) -> None:
         """Instead of Triton's own check that no sum, difference or product of integers overflows, which takes longer."""
@@ -234,7 +234,7 @@ def in_poisoned_storage(tensor: torch.Tensor, choose: random.Random) -> torch.Te
     margins = [(choose.randint(1, 3), choose.randint(1, 3)) for _ in order]
     step = choose.choice((1, 1, 2, 3)) if tensor.dim() > 1 else 1
     sizes = [before + tensor.shape[dim] + behind for dim, (before, behind) in zip(order, margins, strict=True)]
-    view = tensor.new_full([*sizes, step], poison_of(tensor.dtype))[..., 0]
+    view = tensor.new_full([*sizes, step], poison_value(tensor.dtype))[..., 0]
     for place, (dim, (before, _)) in enumerate(zip(order, margins, strict=True)):
         view = view.narrow(place, before, tensor.shape[dim])
     return view.permute([order.index(dim) for dim in range(tensor.dim())]).copy_(tensor)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.expected import assert_table_gradient, exact_results, table_gradient_budget
-from tests.tolerance import assert_gradients_close_fp32, within
+from tests.tolerance import assert_at_most, assert_gradients_close_fp32
 from triton_relattn import fused_relative_attention, fused_relative_attention_varlen
 from triton_relattn._core import validation
 from triton_relattn._core.arguments import Arguments
@@ -19,7 +19,7 @@ from triton_relattn._core.dropout import keep_mask
 from triton_relattn._core.dtypes import keeps_residual
 from triton_relattn._core.spec import DIFFERENTIABLE, TABLES, AttentionSpec, AttentionTensors
 from triton_relattn._reference import reference_attention
-from triton_relattn.kernels import call as of_launches
+from triton_relattn.kernels import call as launch_call
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.config import architectures, selection
 from triton_relattn.kernels.config.tile_config import TileConfig
@@ -64,7 +64,7 @@ def attend(*tensors: Any, **arguments: Any) -> Any:
     return fused_relative_attention(*tensors, **arguments, return_lse=True, implementation="triton")
 
 
-def tensors_of(inputs: Inputs) -> dict[str, Any]:
+def call_tensors(inputs: Inputs) -> dict[str, Any]:
     """The tensors of a call, by the names of its arguments."""
     return {name: getattr(inputs, name) for name in DIFFERENTIABLE if getattr(inputs, name) is not None}
 
@@ -73,7 +73,7 @@ def resolve(inputs: Inputs, **arguments: Any) -> tuple[AttentionTensors, Attenti
     """A call of fused_relative_attention, or with cu_seqlens_q of its varlen form, as the launchers get it; dropout has a fixed
     seed."""
     is_packed = "cu_seqlens_q" in arguments
-    tensors, spec = validation.resolve(Arguments(**tensors_of(inputs), **arguments, is_packed=is_packed))
+    tensors, spec = validation.resolve(Arguments(**call_tensors(inputs), **arguments, is_packed=is_packed))
     return (tensors._replace(dropout_seed=SEED.to(inputs.query.device)) if spec.dropout_p > 0 else tensors), spec
 
 
@@ -120,7 +120,7 @@ def selectable(kernel: str) -> list[TileConfig]:
 def round_terms(monkeypatch: pytest.MonkeyPatch, rounded: bool) -> None:
     """Let the kernels round terms to float16, or not, whatever the inputs are; nothing is kept of earlier calls' decisions."""
     monkeypatch.setattr(architectures, "rounds_terms", lambda *_: rounded)
-    monkeypatch.setattr(of_launches, "fixed", of_launches.fixed.__wrapped__)
+    monkeypatch.setattr(launch_call, "fixed", launch_call.fixed.__wrapped__)
 
 
 def has_wide_index(tensor: torch.Tensor) -> bool:
@@ -131,7 +131,7 @@ def has_wide_index(tensor: torch.Tensor) -> bool:
 # The rules for results.
 
 
-def kept(*sizes: int, dropout_p: float) -> torch.Tensor:
+def fixed_keep_mask(*sizes: int, dropout_p: float) -> torch.Tensor:
     """Return the mask of what dropout keeps with the fixed seed, bool, for sizes (batch, heads, num_queries, num_keys)."""
     batch, heads, num_queries, num_keys = sizes
     indices = torch.arange(batch).view(-1, 1, 1, 1), torch.arange(heads).view(-1, 1, 1), torch.arange(num_queries).view(-1, 1)
@@ -142,7 +142,7 @@ def with_keep(inputs: Inputs, arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments for exact_results: with dropout, also what is kept."""
     if not arguments.get("dropout_p"):
         return arguments
-    keep = kept(*inputs.query.shape[:3], inputs.key.shape[2], dropout_p=arguments["dropout_p"])
+    keep = fixed_keep_mask(*inputs.query.shape[:3], inputs.key.shape[2], dropout_p=arguments["dropout_p"])
     return {**arguments, "keep": keep.to(inputs.query.device)}
 
 
@@ -153,7 +153,7 @@ def with_seed(inputs: Inputs, arguments: dict[str, Any]) -> dict[str, Any]:
 
 def reference(inputs: Inputs, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse by plain torch in the inputs' dtype."""
-    return reference_attention(**tensors_of(inputs), **with_seed(inputs, arguments))
+    return reference_attention(**call_tensors(inputs), **with_seed(inputs, arguments))
 
 
 def check_results(out: torch.Tensor, lse: torch.Tensor, inputs: Inputs, **arguments: Any) -> None:
@@ -179,7 +179,7 @@ def check(inputs: Inputs, config: TileConfig | None = None, **arguments: Any) ->
     return results
 
 
-def check_every_term(inputs: Inputs, tiles: Tiles | None = None, **arguments: Any) -> dict[str, torch.Tensor]:
+def check_forward_backward(inputs: Inputs, tiles: Tiles | None = None, **arguments: Any) -> dict[str, torch.Tensor]:
     """Run with any of the terms and arguments that there are, and apply the error rules to out, lse and all gradients."""
     results = all_gradients(inputs, tiles, **arguments)
     check_all(results, inputs, **arguments)
@@ -211,7 +211,7 @@ def check_all(results: Mapping[str, torch.Tensor], inputs: Inputs, **arguments: 
         elif inputs.query.dtype == torch.float32:
             assert_gradients_close_fp32(name, results[name], golden[name], [golden[other] for other in names])
         elif not golden[name].any():  # of queries that see one key it cancels to nothing
-            within(name, results[name].abs(), 10 * torch.finfo(results[name].dtype).eps * largest)
+            assert_at_most(name, results[name].abs(), 10 * torch.finfo(results[name].dtype).eps * largest)
         else:
             assert_within_budget(name, results[name], golden[name], plain[name], factor=3, exact_reference=True)
             table = name.removeprefix("d_")
@@ -224,7 +224,7 @@ def check_packed(results: Mapping[str, torch.Tensor], inputs: Inputs, arguments:
     dropout_p = arguments.get("dropout_p", 0.0)
     longest = arguments["max_seqlen_q"], arguments["max_seqlen_k"]
     sizes = len(arguments["cu_seqlens_q"]) - 1, inputs.query.shape[1], *longest
-    golden = exact_results(inputs, **arguments, keep=kept(*sizes, dropout_p=dropout_p) if dropout_p else None)
+    golden = exact_results(inputs, **arguments, keep=fixed_keep_mask(*sizes, dropout_p=dropout_p) if dropout_p else None)
     assert results.keys() == golden.keys()
     gradients = [golden[name] for name in results if name.startswith("d_")]
     is_exact = inputs.query.dtype == torch.float32
@@ -243,4 +243,4 @@ def check_packed(results: Mapping[str, torch.Tensor], inputs: Inputs, arguments:
         table = name.removeprefix("d_")
         if table in TABLES and not is_exact:
             exact, allowance = table_gradient_budget(inputs, table=table, **arguments)
-            within(name, (result.double() - exact).abs(), allowance)
+            assert_at_most(name, (result.double() - exact).abs(), allowance)

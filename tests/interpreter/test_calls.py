@@ -22,14 +22,14 @@ from tests.interpreter.calls import (
     PACKED_CALLS,
     POSITIONS,
     TILES,
-    call_of,
     check_parts,
-    limit_of,
     named_call,
-    pack_of,
+    packed_call,
+    padded_call,
+    workspace_limit,
 )
 from tests.interpreter.guard import Launch, Order, guarded, in_poisoned_storage, programs_in_order
-from tests.interpreter.launch import GRADIENTS, all_gradients, check_all, check_every_term, resolve
+from tests.interpreter.launch import GRADIENTS, all_gradients, check_all, check_forward_backward, resolve
 from tests.tolerance import assert_gradients_close_fp32, assert_near
 from triton_relattn import RelativePositions, fused_relative_attention_varlen
 from triton_relattn._core.spec import TABLES
@@ -56,16 +56,16 @@ def number_of_parts(launches: list[Launch]) -> int:
 def runs() -> list[Any]:
     """Each call with each kind of table and of parts; in the normal run once, with one of either. Tiles change from one to the
     next, and two in five are in float16."""
-    every = []
+    cases = []
     for number, name in enumerate([*CALLS, *PACKED_CALLS]):
-        for (of_kind, kind), (of_limit, limit) in itertools.product(enumerate(POSITIONS), enumerate(LIMITS)):
-            turn = number + number // 12 + of_kind + of_limit
+        for (kind_number, kind), (limit_number, limit) in itertools.product(enumerate(POSITIONS), enumerate(LIMITS)):
+            turn = number + number // 12 + kind_number + limit_number
             dtype = torch.float16 if turn % 5 < 2 and name != "packed_dropout" else torch.float32
-            tiles = list(TILES)[(2 * (number // 12) + of_kind + of_limit) % 5]
-            is_usual = of_kind == number % 3 and of_limit == number // 3 % 4
+            tiles = list(TILES)[(2 * (number // 12) + kind_number + limit_number) % 5]
+            is_usual = kind_number == number % 3 and limit_number == number // 3 % 4
             marks = () if is_usual else pytest.mark.slow
-            every.append(pytest.param(name, kind, limit, tiles, dtype, marks=marks))
-    return every
+            cases.append(pytest.param(name, kind, limit, tiles, dtype, marks=marks))
+    return cases
 
 
 @pytest.mark.parametrize(("name", "kind", "limit", "tiles", "dtype"), runs(), ids=str)
@@ -77,7 +77,7 @@ def test_calls(name: str, kind: str, limit: str, tiles: str, dtype: torch.dtype,
     lies beyond, a product whose last bits depend on strides: they are close.
     """
     inputs, arguments = named_call(name, kind, dtype=dtype)
-    monkeypatch.setenv(VARIABLE, limit_of(limit, inputs, arguments, TILES[tiles]))
+    monkeypatch.setenv(VARIABLE, workspace_limit(limit, inputs, arguments, TILES[tiles]))
     choose = random.Random(len(name))
     poisoned = Inputs(*(None if tensor is None else in_poisoned_storage(tensor, choose) for tensor in inputs))  # type: ignore[arg-type]
     others = {key: in_poisoned_storage(value, choose) if torch.is_tensor(value) else value for key, value in arguments.items()}
@@ -112,7 +112,7 @@ def test_parts_change_only_how_sums_are_added_up(name: str, kind: str, monkeypat
     whole = all_gradients(inputs, TILES["twice"], **arguments)
     gradients = [gradient for result, gradient in whole.items() if result.startswith("d_")]
     for limit in LIMITS[1:]:
-        monkeypatch.setenv(VARIABLE, limit_of(limit, inputs, arguments, TILES["twice"]))
+        monkeypatch.setenv(VARIABLE, workspace_limit(limit, inputs, arguments, TILES["twice"]))
         results = all_gradients(inputs, TILES["twice"], **arguments)
         sums = TABLES if limit == "heads" else (*TABLES, "query", "rel_query")
         assert results.keys() == whole.keys()
@@ -167,24 +167,24 @@ def test_bands(name: str, tiles: str, limit: str, monkeypatch: pytest.MonkeyPatc
     dtype = torch.float16 if name in ("full", "clamp", "zero_values") else torch.float32
     options = {"batch": 1, "key_heads": 2, "num_rows": positions.num_rows, "rel_bias": options.get("rel_key", True), **options}
     if name == "packed":
-        inputs, of_pack = pack_of("clamp", dict(zip("qk", lengths, strict=True)), **options)
-        arguments = {**of_pack, **arguments}
+        inputs, packing = packed_call("clamp", dict(zip("qk", lengths, strict=True)), **options)
+        arguments = {**packing, **arguments}
     else:
         options |= {"num_queries": lengths[0], "num_keys": lengths[1], "dtype": dtype}
-        inputs, _ = call_of("clamp", **options)
+        inputs, _ = padded_call("clamp", **options)
         arguments = {**arguments, "positions": positions, "enable_gqa": True}
     if limit == "some keys":
         monkeypatch.setenv(VARIABLE, "0")
     tensors, spec = resolve(inputs, **arguments)
     assert planning.plan(Call(tensors, spec), tensors, spec, TILES[tiles]["dkv"]).layout.is_band == (limit == "whole")
-    check_every_term(inputs, TILES[tiles], **arguments)
+    check_forward_backward(inputs, TILES[tiles], **arguments)
 
 
 def test_more_queries_than_keys_at_offsets_of_their_own() -> None:
     """A row of the table meets more queries than a part has keys: each sequence's offset tells which."""
     inputs = make_inputs(2, 1, 150, 60, 8, num_rows=401, dtype=torch.float32, seed=1)
     arguments = {"positions": RelativePositions(-200, 200), "query_offset": torch.tensor([90, -7])}
-    check_every_term(inputs, TILES["registers"], **arguments)
+    check_forward_backward(inputs, TILES["registers"], **arguments)
 
 
 @pytest.mark.thorough
@@ -195,7 +195,7 @@ def test_programs_that_share_rows(per_head: bool, kind: str, monkeypatch: pytest
     inputs = make_inputs(2, 2, 33, 30, 16, num_rows=positions.num_rows, per_head=per_head, dtype=torch.float32, seed=8)
     for splits in (1, 2, 5):
         monkeypatch.setattr(table_sums, "table_splits", lambda *_, splits=splits: splits)
-        found.append(check_every_term(inputs, TILES["twice"], positions=positions)["d_rel_key"])
+        found.append(check_forward_backward(inputs, TILES["twice"], positions=positions)["d_rel_key"])
     assert any(not torch.equal(other, found[0]) for other in found[1:])  # the number did reach the launch
 
 
@@ -216,11 +216,11 @@ def test_the_same_bits(name: str, kind: str, limit: str, monkeypatch: pytest.Mon
     """Again, and whichever gradients are wanted besides."""
     inputs, arguments = named_call(name, kind, dtype=torch.float16)
     run = partial(all_gradients, inputs, TILES["twice"], **arguments)
-    monkeypatch.setenv(VARIABLE, limit_of(limit, inputs, arguments, TILES["twice"]))
+    monkeypatch.setenv(VARIABLE, workspace_limit(limit, inputs, arguments, TILES["twice"]))
     expected = run()
     assert all(torch.equal(again, expected[result]) for result, again in run().items())
-    alone = ((gradient,) for gradient in GRADIENTS if gradient in expected)
-    for wanted in (*alone, ("d_rel_value", "d_rel_p2c"), ("d_rel_bias", "d_value", "d_query")):
+    single = ((gradient,) for gradient in GRADIENTS if gradient in expected)
+    for wanted in (*single, ("d_rel_value", "d_rel_p2c"), ("d_rel_bias", "d_value", "d_query")):
         some = run(wanted=wanted)
         assert set(some) == {"out", "lse", *wanted}
         for result in wanted:
@@ -232,7 +232,7 @@ def test_no_kernel_runs_for_nothing(kind: str, guarded_kernels: list[Launch], mo
     """Kernels run in their order, for each part if anything is stored, and none that no gradient needs. With a clamped table the
     dq kernel also sums up what lies beyond it, of dS and of P."""
     inputs, arguments = named_call("every_table", kind)
-    monkeypatch.setenv(VARIABLE, limit_of("heads", inputs, arguments, TILES["twice"]))
+    monkeypatch.setenv(VARIABLE, workspace_limit("heads", inputs, arguments, TILES["twice"]))
     far, far_keys = (["dq"], ["far_keys"]) if kind == "clamp" else ([], [])
     for wanted, parts, kernels in (
         (("d_key", "d_value"), 1, ["dkv"]),
@@ -278,7 +278,7 @@ def test_packs_that_differ_in_the_number_of_sequences() -> None:
 
 @pytest.mark.parametrize("text", ["-1", "1e9", "256 MiB"])
 def test_what_is_no_limit(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs, arguments = call_of("full")
+    inputs, arguments = padded_call("full")
     monkeypatch.setenv(VARIABLE, text)
     with pytest.raises(ValueError, match=f"{VARIABLE} must be a number of bytes, such as 268435456, got '{text}'"):
         all_gradients(inputs, TILES["twice"], **arguments)
@@ -320,11 +320,11 @@ def test_with_less_memory_the_workspace_is_smaller(
 ) -> None:
     """It has half of the bytes, again and again, until there is room; with a warning each time. All gradients are right."""
     inputs, arguments = named_call(name, kind)
-    whole = 2 * int(limit_of("heads", inputs, arguments, TILES["square"]))  # of two batch entries
+    whole = 2 * int(workspace_limit("heads", inputs, arguments, TILES["square"]))  # of two batch entries
     memory = Memory(monkeypatch, int(share * whole))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        check_every_term(inputs, TILES["square"], **arguments)
+        check_forward_backward(inputs, TILES["square"], **arguments)
     texts = [str(warning.message) for warning in caught if warning.category is RuntimeWarning]
     assert len(texts) == steps and all(re.match(NO_MEMORY, text) for text in texts), texts
     sizes = [int(re.findall(r"\d+", text)[0]) for text in texts]
@@ -345,7 +345,7 @@ def test_without_memory_for_a_block_of_keys(monkeypatch: pytest.MonkeyPatch) -> 
         assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
         del raised  # with its frames
         memory.room = size
-        check_every_term(inputs, TILES["twice"], **arguments)
+        check_forward_backward(inputs, TILES["twice"], **arguments)
 
 
 @pytest.mark.parametrize("offset", [0.0, 6.0])
@@ -360,4 +360,4 @@ def test_sharp_attention_in_float16(name: str, kind: str, offset: float) -> None
     """The gradients are as good as those of dS and P that are rounded once and summed exactly: delta is the exact one. Also where
     all values have much in common, so that delta is much larger than dP - delta."""
     inputs, arguments = named_call(name, kind, sharp=True, dtype=torch.float16)
-    check_every_term(inputs._replace(value=inputs.value + offset), TILES["square"], **arguments)
+    check_forward_backward(inputs._replace(value=inputs.value + offset), TILES["square"], **arguments)

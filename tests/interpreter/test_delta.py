@@ -13,8 +13,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.expected import assert_table_gradient, exact_results
 from tests.interpreter import launch
-from tests.interpreter.launch import SMALL, all_gradients, check_every_term, resolve
-from tests.tolerance import within
+from tests.interpreter.launch import SMALL, all_gradients, check_forward_backward, resolve
+from tests.tolerance import assert_at_most
 from triton_relattn import RelativePositions, fused_relative_attention
 from triton_relattn._reference import reference_attention
 from triton_relattn.kernels.backward import backward
@@ -59,7 +59,7 @@ def test_table_gradient_needs_the_exact_delta(case: str) -> None:
     """
     length, num_rows, arguments = SHARP_CASES[case]
     inputs = make_inputs(1, 2, length, length, 32, num_rows=num_rows, dtype=torch.float16, seed=1, sharp=True)
-    results = check_every_term(inputs, **arguments)
+    results = check_forward_backward(inputs, **arguments)
     rounded = (results["out"].float() * inputs.d_out.float()).sum(-1) - inputs.d_lse
     with launched_deltas(lambda _: rounded) as deltas:
         spoilt = all_gradients(inputs, **arguments)["d_rel_key"]
@@ -77,7 +77,7 @@ def test_gradient_through_one_result(through: str, kind: str) -> None:
     inputs = make_inputs(1, 2, 37, 45, 16, num_rows=positions.num_rows, dtype=torch.float16, seed=3)
     unused = "d_lse" if through == "out" else "d_out"
     inputs = inputs._replace(**{unused: torch.zeros_like(getattr(inputs, unused))})
-    results = check_every_term(inputs, SMALL, positions=positions)
+    results = check_forward_backward(inputs, SMALL, positions=positions)
     assert bool(results["d_value"].any()) == (through == "out") and results["d_rel_key"].any()
 
 
@@ -91,7 +91,7 @@ def test_sums_over_queries(monkeypatch: pytest.MonkeyPatch) -> None:
         for keeps in (True, False):
             monkeypatch.setattr(launch, "keeps_residual", lambda *_, keeps=keeps: keeps)
             errors.append(float((all_gradients(inputs, SMALL)["d_query"].double().sum(2) - golden).norm()))
-        within(f"sum, seed {seed}", errors[0], errors[1] / 4)
+        assert_at_most(f"sum, seed {seed}", errors[0], errors[1] / 4)
 
 
 @pytest.mark.thorough
@@ -170,4 +170,4 @@ def test_delta(scale: float, dtype: torch.dtype, has_lse: bool) -> None:
     info = torch.finfo(dtype)
     allowed = (info.eps / 2 * scale + info.smallest_normal * info.eps / 2**10) * exact.d_out.abs().sum(-1)
     allowed *= 1 if dtype == torch.float16 else 83
-    within("delta", (found.double() + d_lse - expected).abs(), allowed + 4 * torch.finfo(torch.float32).eps * d_lse.abs())
+    assert_at_most("delta", (found.double() + d_lse - expected).abs(), allowed + 4 * torch.finfo(torch.float32).eps * d_lse.abs())

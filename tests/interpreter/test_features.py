@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.interpreter.calls import pack_of
+from tests.interpreter.calls import packed_call
 from tests.interpreter.guard import Launch, recorded
-from tests.interpreter.launch import OTHER, SMALL, all_gradients, attend, check_every_term
-from tests.tolerance import assert_bit_equal, within
+from tests.interpreter.launch import OTHER, SMALL, all_gradients, attend, check_forward_backward
+from tests.tolerance import assert_at_most, assert_bit_equal
 from triton_relattn import RelativePositions, fused_relative_attention_varlen
 from triton_relattn._core import validation
 from triton_relattn.kernels.call import SMALLEST_SCALE
@@ -52,18 +52,18 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("other", BOTH, ids=BOTH_NAMES)
 def test_shapes_and_scales(case: str, other: bool) -> None:
     """Widths that are no power of two or differ, heads that share keys, and scales of any sign."""
-    of_inputs, arguments = SHAPES[case]
+    changes, arguments = SHAPES[case]
     kind = ("clamp", "zero")[(list(SHAPES).index(case) + other) % 2]
     sizes = {"batch": 1, "heads": 1, "num_queries": 21, "num_keys": 35, "width": 16, "value_width": 12}
-    options: dict[str, Any] = {**sizes, **ALL_TERMS, "num_rows": 11, "dtype": torch.float32, "seed": 2, **of_inputs}
+    options: dict[str, Any] = {**sizes, **ALL_TERMS, "num_rows": 11, "dtype": torch.float32, "seed": 2, **changes}
     inputs = make_inputs(**options)
-    results = check_every_term(inputs, SMALL, positions=POSITIONS[kind], **arguments)
+    results = check_forward_backward(inputs, SMALL, positions=POSITIONS[kind], **arguments)
     if arguments.get("scale") == 0:
         assert inputs.rel_value is not None  # |dS| sums up to at most twice the largest |dP| in each row, and |d_lse|
         d_probs = inputs.d_out.double().abs().sum() * (inputs.value.abs().max() + inputs.rel_value.abs().max())
         d_scores = 2 * d_probs + inputs.d_lse.abs().sum()
         for name, factor in (("d_key", inputs.query), ("d_query", inputs.key)):  # less that of rel_key, if it has the query
-            within(name, results[name].abs().max(), SMALLEST_SCALE * d_scores * factor.double().abs().max())
+            assert_at_most(name, results[name].abs().max(), SMALLEST_SCALE * d_scores * factor.double().abs().max())
 
 
 @pytest.mark.parametrize(("scale", "rel_scale"), [(-0.4, 0.5), (1e-4, 10.0)])
@@ -80,7 +80,7 @@ def test_the_query_given_as_rel_query(scale: float, rel_scale: float) -> None:
 def test_ratio_of_scales_beyond_float16(scale: float, rel_scale: float) -> None:
     """The gradient of a query that both products share is finite, and has the error of float16 and no more."""
     inputs = make_inputs(1, 2, 20, 33, 16, num_rows=11, dtype=torch.float16, seed=3)
-    check_every_term(inputs, SMALL, positions=POSITIONS["clamp"], scale=scale, rel_scale=rel_scale)
+    check_forward_backward(inputs, SMALL, positions=POSITIONS["clamp"], scale=scale, rel_scale=rel_scale)
 
 
 def test_vectors_with_strides() -> None:
@@ -98,7 +98,7 @@ def test_rows_of_no_sequence(limit: str, monkeypatch: pytest.MonkeyPatch) -> Non
     sequences get is right. (Deterministic algorithms fill new memory with NaN.)"""
     attend_varlen: Any = fused_relative_attention_varlen
     monkeypatch.setenv("TRITON_RELATTN_WORKSPACE", limit)
-    inputs, arguments = pack_of("clamp", {"q": (7, 13, 10), "k": (16, 14, 6)}, **ALL_TERMS)
+    inputs, arguments = packed_call("clamp", {"q": (7, 13, 10), "k": (16, 14, 6)}, **ALL_TERMS)
     arguments |= {"implementation": "triton", "return_lse": True}
     arguments |= {"cu_seqlens_q": torch.tensor([0, 7, 20]), "cu_seqlens_k": torch.tensor([0, 16, 30])}
     with pytest.raises(ValueError, match="cu_seqlens_q must rise from 0 to the total length 30"):

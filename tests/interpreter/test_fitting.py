@@ -9,7 +9,7 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from tests.interpreter.launch import check_every_term
+from tests.interpreter.launch import check_forward_backward
 from triton_relattn import RelativePositions
 from triton_relattn.kernels.call import Call
 from triton_relattn.kernels.config import selection
@@ -45,7 +45,7 @@ def test_results_in_smaller_configurations(dtype: torch.dtype, positions: Relati
     arguments: dict[str, Any] = {"positions": positions, "key_lengths": torch.tensor([83, 40]), "is_causal": True}
     arguments |= {"query_offset": 13} | ({} if dtype == torch.float32 else {"scale": 0.02, "rel_scale": 0.25})
     with pytest.warns(RuntimeWarning, match="does not fit this GPU"):
-        check_every_term(inputs, None, **arguments)
+        check_forward_backward(inputs, None, **arguments)
     replaced = {kind.kernel for _, kind, _ in selection._smaller}
     # With so few queries those that read dS may have smaller tiles than their configurations say; see backward.shortened.
     assert replaced | {"dq", "dtable"} == set(largest)

@@ -26,8 +26,8 @@ def test_calls(table: str) -> None:
 
 def test_calls_that_stand_for_timed_ones() -> None:
     """Those without lse, with several workspaces."""
-    every = list(stand_ins(Case(4, 32, 4096, 16, rows=9, dtype="fp16", key_heads=16, rel_dim=32)))
-    for check in (every[0], every[1], every[4]):
+    cases = list(stand_ins(Case(4, 32, 4096, 16, rows=9, dtype="fp16", key_heads=16, rel_dim=32)))
+    for check in (cases[0], cases[1], cases[4]):
         assert statuses(replace(check, case=check.case.resized(33))) == ["ok", "ok"]
 
 

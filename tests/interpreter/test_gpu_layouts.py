@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.draws import OF_KERNELS
+from tests.draws import KERNEL_LIMITS
 from tests.gpu.layouts import LAYOUTS, POSITIONS, check_layout, check_packed
 
 
@@ -18,4 +18,4 @@ def test_layouts(layout: str, width: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_packed(seed: int) -> None:
     dtype = "float16" if seed % 2 else "float32"
-    check_packed(seed, OF_KERNELS._replace(dtypes=(dtype,), widths=(8, 40), longest=20), "cpu")
+    check_packed(seed, KERNEL_LIMITS._replace(dtypes=(dtype,), widths=(8, 40), longest=20), "cpu")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.interpreter.guard import Order, guarded, in_poisoned_storage, programs_in_order
-from tests.tolerance import assert_gradients_close_fp32, assert_near, tolerance_of, within
+from tests.tolerance import assert_at_most, assert_gradients_close_fp32, assert_near, dtype_tolerance
 from triton_relattn import append_decomposed_positions, decomposed_relative_attention
 from triton_relattn._core.dropout import origins_of
 from triton_relattn._core.grids import GridTensors
@@ -116,7 +116,7 @@ def check(case: Case, given: Tensors) -> Tensors:
             assert_within_budget(name, *triple, factor=4 if dtype == torch.float32 else 2, exact_reference=True)
         elif dtype == torch.float32:
             assert_gradients_close_fp32(name, triple[0], triple[1], golden[1:])
-        elif float(triple[1].abs().max()) > tolerance_of(torch.float64):  # of queries that see one key it cancels to nothing
+        elif float(triple[1].abs().max()) > dtype_tolerance(torch.float64):  # of queries that see one key it cancels to nothing
             assert_within_budget(name, *triple, factor=3, exact_reference=True)
     return ours
 
@@ -162,7 +162,7 @@ def test_table_gradients_in_float16(name: str, sharp: int) -> None:
     rounded = torch.autograd.grad(logits, leaves, d_scores.half().double())
     for exact, inexact, actual in zip(golden, rounded, results(case, given)[4:], strict=True):
         unavoidable = (inexact - exact).abs().max() + (exact.half().double() - exact).abs().max()
-        within("table", (actual.double() - exact).abs().max(), 1.5 * unavoidable)
+        assert_at_most("table", (actual.double() - exact).abs().max(), 1.5 * unavoidable)
 
 
 def test_delta_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +186,7 @@ def test_delta_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, largest_d_probs = wide[0] @ wide[1].mT, d_out @ value.mT
     units = 1 + logits + (probs * logits).sum(-1, keepdim=True)
     precision = 2 * torch.finfo(torch.float32).eps * (probs * (units * d_probs.abs() + largest_d_probs)).sum(-1)
-    within("delta", (stored[0] - delta).abs(), precision)
+    assert_at_most("delta", (stored[0] - delta).abs(), precision)
     rounded = (out.double() * given[5].double()).sum(-1)
     assert ((rounded - delta).abs() > 4 * precision).double().mean() > 0.5
 
@@ -275,8 +275,8 @@ def test_the_operator(dropout_p: float) -> None:
     case = CASES["pooled keys"]
     query, key, value, *_ = tensors(case, heads=1)
     leaves = [query, key, value, torch.randn(8, 4, 16), torch.randn(10, 5, 16)]
-    of_dropout = (torch.tensor([5]), origins_of(query.shape[0], 1, query.device)) if dropout_p else (None, None)
-    arguments = (*(leaf.requires_grad_() for leaf in leaves), *of_dropout, 0.3, dropout_p, "triton", False)
+    dropout = (torch.tensor([5]), origins_of(query.shape[0], 1, query.device)) if dropout_p else (None, None)
+    arguments = (*(leaf.requires_grad_() for leaf in leaves), *dropout, 0.3, dropout_p, "triton", False)
     torch.library.opcheck(torch.ops.triton_relattn.grid_attention_forward.default, arguments)
 
 

@@ -16,7 +16,7 @@ from tests.interpreter.guard import (
     GuardedMemory,
     guarded,
     in_poisoned_storage,
-    poison_of,
+    poison_value,
     programs_in_order,
     recorded,
 )
@@ -185,4 +185,4 @@ def test_storage_is_poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> None
         inside.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(True)
         assert inside.sum() == view.numel() and not inside[0] and not inside[-1]
         around = storage[~inside]
-        assert (around.isnan() if dtype.is_floating_point else around == poison_of(dtype)).all()
+        assert (around.isnan() if dtype.is_floating_point else around == poison_value(dtype)).all()

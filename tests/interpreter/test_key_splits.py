@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.interpreter.calls import pack_of
-from tests.interpreter.launch import SMALL, check, check_every_term, resolve
+from tests.interpreter.calls import packed_call
+from tests.interpreter.launch import SMALL, check, check_forward_backward, resolve
 from tests.tolerance import assert_near
 from triton_relattn import RelativePositions
 from triton_relattn.kernels import splits as key_splits
@@ -46,13 +46,13 @@ def test_calls(name: str, splits: list[int]) -> None:
     """out, lse and all gradients, which use the merged statistics."""
     options, arguments = DECODED[name]
     inputs = make_inputs(2, 2, 3, 200, 16, 12, dtype=torch.float32, seed=3, **options)
-    check_every_term(inputs, SMALL, **arguments)
+    check_forward_backward(inputs, SMALL, **arguments)
     assert splits == [10]
 
 
 def test_packed(splits: list[int]) -> None:
-    inputs, arguments = pack_of("clamp", {"q": (1, 0, 9), "k": (90, 17, 200)}, rel_value=True, rel_bias=True)
-    check_every_term(inputs, SMALL, **arguments)
+    inputs, arguments = packed_call("clamp", {"q": (1, 0, 9), "k": (90, 17, 200)}, rel_value=True, rel_bias=True)
+    check_forward_backward(inputs, SMALL, **arguments)
     assert splits[0] > 1
 
 

@@ -45,11 +45,11 @@ def far_apart(tensor: torch.Tensor, dim: int, stride: int) -> torch.Tensor:
 TABLES = {"rel_key", "rel_value", "rel_bias", "rel_p2c"}
 VECTORS = {"lses", "d_lses", "deltas", "d_biases"}
 """A number for each row: the rows are always next to each other."""
-SIDES = {"softmax_stats", "far_scores", "far_values", "far_sums", "far_keys", "far_key_sums"}
+PAIRS = {"softmax_stats", "far_scores", "far_values", "far_sums", "far_keys", "far_key_sums"}
 """Two numbers for each row."""
 WORKSPACE = {"ds", "stored_probs", "stored"}
 """dS and P. Those of an item, a sequence and head, are so few that they are addressed in 32 bits, and nobody else makes them."""
-ROWS_OF = {
+PER_ROW = {
     "query",
     "key",
     "value",
@@ -69,11 +69,11 @@ NO_TENSORS = {"dropout", "rel_bias_scale"}
 """Arguments that are None or no tensors in these calls."""
 
 
-class Apart(NamedTuple):
+class Spread(NamedTuple):
     """One dimension of all tensors has its elements so far apart that the offsets of the last ones are 2**31 and more."""
 
     dim: int
-    kept: set[str]
+    unchanged: set[str]
     """Tensors that stay as they are: they have no such dimension, or no strides in it."""
     last: int = 1
     """How many elements lie beyond."""
@@ -81,27 +81,27 @@ class Apart(NamedTuple):
     """Whether the offsets within a tile are that large, too, which the launchers have to say."""
 
 
-ENTRIES = Apart(0, TABLES | WORKSPACE)
-HEADS = Apart(1, set())
-ROWS = Apart(2, VECTORS | WORKSPACE | {"rel_bias"}, wide=True)
-SEQUENCES = Apart(2, VECTORS | SIDES | WORKSPACE | {"rel_bias"}, last=4, wide=True)
-TILES = Apart(2, VECTORS | SIDES | WORKSPACE | {"rel_bias"}, last=32)
-TABLE = Apart(2, ROWS_OF | VECTORS | SIDES | WORKSPACE | {"rel_bias"}, last=60)
-COLUMNS = Apart(3, VECTORS | SIDES | WORKSPACE | {"rel_bias"}, wide=True)
+ENTRIES = Spread(0, TABLES | WORKSPACE)
+HEADS = Spread(1, set())
+ROWS = Spread(2, VECTORS | WORKSPACE | {"rel_bias"}, wide=True)
+SEQUENCES = Spread(2, VECTORS | PAIRS | WORKSPACE | {"rel_bias"}, last=4, wide=True)
+TILES = Spread(2, VECTORS | PAIRS | WORKSPACE | {"rel_bias"}, last=32)
+TABLE = Spread(2, PER_ROW | VECTORS | PAIRS | WORKSPACE | {"rel_bias"}, last=60)
+COLUMNS = Spread(3, VECTORS | PAIRS | WORKSPACE | {"rel_bias"}, wide=True)
 
 
 @contextmanager
-def launched(apart: Apart) -> Iterator[dict[str, set[str]]]:
+def launched(spread: Spread) -> Iterator[dict[str, set[str]]]:
     """Within, all kernels get tensors of elements that are far apart; those that they do not get so, by the kernels' names."""
-    kept: dict[str, set[str]] = {}
+    unchanged: dict[str, set[str]] = {}
     run = interpreter.InterpretedFunction.run
 
     def run_apart(function: Any, *arguments: Any, **options: Any) -> None:
         assert not arguments
         changed, copies = {}, []
-        of_kernel: set[str] = set()
-        is_of_probs = options.get("FOR_VALUES", "d_queries" in options and options["d_queries"] is None)
-        kept[function.__name__ + " of P" * is_of_probs] = of_kernel
+        names: set[str] = set()
+        reads_probs = options.get("FOR_VALUES", "d_queries" in options and options["d_queries"] is None)
+        unchanged[function.__name__ + " of P" * reads_probs] = names
         for name, argument in flat(options).items():
             if argument is not None and not (isinstance(argument, tuple) and isinstance(argument[0], torch.Tensor)):
                 continue  # not addressed by strides
@@ -110,22 +110,22 @@ def launched(apart: Apart) -> Iterator[dict[str, set[str]]]:
             tensor = None if argument is None else argument[0]
             if name in TABLES and tensor is not None:
                 tensor = tensor[None]  # a table of each head
-            if tensor is None or name in apart.kept or tensor.shape[apart.dim] <= apart.last:
-                of_kernel.add(name)
+            if tensor is None or name in spread.unchanged or tensor.shape[spread.dim] <= spread.last:
+                names.add(name)
                 continue
-            copy = far_apart(tensor, apart.dim, -(-(2**31) // (tensor.shape[apart.dim] - apart.last)))
+            copy = far_apart(tensor, spread.dim, -(-(2**31) // (tensor.shape[spread.dim] - spread.last)))
             copies.append((tensor, copy))
             changed[name] = copy, copy.stride()
         options = grouped(options, changed)
         if "SHAPE" in options:
-            options["SHAPE"] = options["SHAPE"]._replace(wide_index=apart.wide)
+            options["SHAPE"] = options["SHAPE"]._replace(wide_index=spread.wide)
         run(function, **options)
         for tensor, copy in copies:
             tensor.copy_(copy)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter.InterpretedFunction, "run", run_apart)
-        yield kept
+        yield unchanged
 
 
 def results(
@@ -168,8 +168,8 @@ def results(
     tables = {name: getattr(inputs, name) for name in TABLES}
     call = validation.resolve(Arguments(**tensors, **tables, positions=RelativePositions(first, last), query_offset=offset))
     tiles = dict.fromkeys(selection.KERNELS, TileConfig(block, block, 4, 1))
-    of_stored = TileConfig(max(block // 4, 16), block, 4, 1)  # their queries lie 4 apart: as many rows as the others'
-    tiles |= {"dq": of_stored, "dtable": of_stored}
+    reader_tile = TileConfig(max(block // 4, 16), block, 4, 1)  # their queries lie 4 apart: as many rows as the others'
+    tiles |= {"dq": reader_tile, "dtable": reader_tile}
     out, lse, softmax_stats, _ = forward(*call, tiles["forward"])
     gradients = backward(inputs.d_out, inputs.d_lse, out, softmax_stats, *call, tiles=tiles)
     return [out, lse, *(gradient for gradient in gradients if gradient is not None)]
@@ -194,15 +194,15 @@ SMALL = (10, 70, -4, 4, 30)
     ],
 )
 def test_results_are_the_same(
-    apart: Apart, sizes: tuple[int, int, int, int, int, int, int], packed: bool, p2c: bool, monkeypatch: pytest.MonkeyPatch
+    spread: Spread, sizes: tuple[int, int, int, int, int, int, int], packed: bool, p2c: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit, whatever the strides. Sums of P of each query, and the kernel of far keys, are only for clamped tables."""
     monkeypatch.setattr(
         architectures, "multiprocessors", lambda _: 100
     )  # a partial sum of a table's gradient for each batch entry
-    block = 128 if apart is TILES else 16
+    block = 128 if spread is TILES else 16
     expected = results(*sizes, packed=packed, block=block, p2c=p2c)
-    with launched(apart) as kept:
+    with launched(spread) as unchanged:
         found = results(*sizes, packed=packed, block=block, p2c=p2c)
     for result, exact in zip(found, expected, strict=True):
         assert exact.isfinite().all() and torch.equal(result, exact)
@@ -210,12 +210,12 @@ def test_results_are_the_same(
     absent |= set() if p2c else {"rel_p2c", "far_keys", "far_key_sums"}
     kernels = {"forward_kernel", "delta_kernel", "dkv_kernel", "dq_kernel", "dtable_kernel", "dtable_kernel of P"}
     kernels |= {"dp2c_kernel"} if p2c else set()
-    kept["dtable_kernel of P"].remove("d_biases")  # which are sums of dS
-    if apart not in (TILES, TABLE):
+    unchanged["dtable_kernel of P"].remove("d_biases")  # which are sums of dS
+    if spread not in (TILES, TABLE):
         kernels |= {"dq_kernel of P", *["far_keys_kernel"] * p2c}
-        kept["dq_kernel of P"] -= {"d_queries", "d_rel_queries"}  # as are these
-    assert set(kept) == kernels
-    assert all(names <= apart.kept | absent for names in kept.values()), kept
+        unchanged["dq_kernel of P"] -= {"d_queries", "d_rel_queries"}  # as are these
+    assert set(unchanged) == kernels
+    assert all(names <= spread.unchanged | absent for names in unchanged.values()), unchanged
 
 
 @contextmanager
@@ -224,8 +224,8 @@ def only_the_last_programs() -> Iterator[None]:
     run = interpreter.InterpretedFunction.run
 
     def run_last(function: Any, *arguments: Any, grid: tuple[int, ...], **options: Any) -> None:
-        def number(of_axis: int) -> Any:
-            return interpreter.TensorHandle(np.array([of_axis], dtype=np.int32), tl.int32)
+        def number(index: int) -> Any:
+            return interpreter.TensorHandle(np.array([index], dtype=np.int32), tl.int32)
 
         for last in range(1, 5 if function.__name__ == "dq_kernel" else 2):
             place = [grid[0] - last, *(size - 1 for size in grid[1:]), 0, 0]

@@ -20,8 +20,8 @@ BACKWARD = torch.ops.triton_relattn.attention_backward.default
 INPUTS = make_inputs(2, 2, 9, 13, 16, 8, num_rows=5, dtype=torch.float32, seed=0)
 INPUTS = INPUTS._replace(query=in_memory_order(INPUTS.query, 0, 2, 1, 3))
 LENGTHS = torch.tensor([13, 4])
-EVERY_TERM: dict[str, Any] = {"key_heads": 1, "rel_width": 3, "rel_value": True, "rel_bias": True, "per_head": True}
-FEATURES = with_different_strides(make_inputs(2, 2, 9, 13, 16, 8, num_rows=5, **EVERY_TERM, dtype=torch.float32, seed=0))
+TERMS: dict[str, Any] = {"key_heads": 1, "rel_width": 3, "rel_value": True, "rel_bias": True, "per_head": True}
+FEATURES = with_different_strides(make_inputs(2, 2, 9, 13, 16, 8, num_rows=5, **TERMS, dtype=torch.float32, seed=0))
 FEATURE_ARGUMENTS: dict[str, Any] = {
     "attn_mask": torch.randn(2, 1, 9, 13),
     "window_size": (8, 9),
@@ -42,8 +42,8 @@ ALL = (True,) * len(DIFFERENTIABLE)
 
 def arguments(case: str, wanted: tuple[bool, ...] = ALL) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Arguments of the forward and of the backward operator."""
-    inputs, of_call = CASES[case]
-    tensors, spec = resolve(inputs, **of_call)
+    inputs, call_arguments = CASES[case]
+    tensors, spec = resolve(inputs, **call_arguments)
     keeps = keeps_residual(tensors)
     forward = (*tensors, *spec, "triton", keeps)
     out, lse, softmax_stats, kept = FORWARD(*forward)

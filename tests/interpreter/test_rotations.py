@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.interpreter.launch import all_gradients, check_every_term, round_terms
-from tests.tolerance import assert_near, within
+from tests.interpreter.launch import all_gradients, check_forward_backward, round_terms
+from tests.tolerance import assert_at_most, assert_near
 from triton_relattn import RelativePositions
 from triton_relattn.kernels.call import TileConstants
 from triton_relattn.kernels.config.tile_config import KERNELS, READERS, TileConfig
@@ -80,13 +80,13 @@ def test_words(saturate: bool) -> None:
     assert torch.equal(results, expected) and bool(results.isfinite().all()) == saturate
 
 
-def tiles_of(config: TileConfig, carry: str | None = "scores") -> dict[str, TileConfig]:
+def all_tiles(config: TileConfig, carry: str | None = "scores") -> dict[str, TileConfig]:
     """The configuration for every kernel; the forward carries this, and those that read dS rotate no band."""
     tiles = {**dict.fromkeys(KERNELS, config), "forward": replace(config, carry=carry)}
     return tiles | {kernel: replace(config, rotation="gather") for kernel in READERS}
 
 
-def of_small_integers(inputs: Inputs) -> Inputs:
+def small_integers(inputs: Inputs) -> Inputs:
     """Whose terms float16 can hold: rounding changes nothing."""
     rounded = {
         name: (2 * getattr(inputs, name)).round()
@@ -126,21 +126,21 @@ def test_kernels(
     case: str, tile: tuple[int, int, int], carry: str | None, rounded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With terms that float16 can hold, the results are those of the gather, but for the order in which a row is summed."""
-    of_inputs, arguments = CASES[case]
-    inputs = of_small_integers(make_inputs(1, 1, 100, 130, 16, dtype=torch.float16, seed=4, **of_inputs))
+    options, arguments = CASES[case]
+    inputs = small_integers(make_inputs(1, 1, 100, 130, 16, dtype=torch.float16, seed=4, **options))
     config = TileConfig(*tile, 1)
-    gathered = all_gradients(inputs, tiles_of(config, carry), **arguments)
+    gathered = all_gradients(inputs, all_tiles(config, carry), **arguments)
     round_terms(monkeypatch, rounded)
-    results = all_gradients(inputs, tiles_of(replace(config, rotation="registers"), carry), **arguments)
+    results = all_gradients(inputs, all_tiles(replace(config, rotation="registers"), carry), **arguments)
     for name, result in results.items():
-        apart = float((result.double() - gathered[name].double()).abs().max())
-        within(name, apart, 2 * last_place(float(gathered[name].abs().max()), result.dtype))
+        difference = float((result.double() - gathered[name].double()).abs().max())
+        assert_at_most(name, difference, 2 * last_place(float(gathered[name].abs().max()), result.dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_float32_terms_obey_the_error_rule(dtype: torch.dtype) -> None:
     inputs = make_inputs(1, 1, 70, 90, 16, num_rows=159, rel_bias=True, dtype=dtype, seed=6, sharp=dtype == torch.float16)
-    check_every_term(inputs, tiles_of(TileConfig(64, 64, 4, 1, rotation="registers")))
+    check_forward_backward(inputs, all_tiles(TileConfig(64, 64, 4, 1, rotation="registers")))
 
 
 @pytest.mark.thorough
@@ -148,12 +148,12 @@ def test_float32_terms_obey_the_error_rule(dtype: torch.dtype) -> None:
 def test_tiny_gradients(carry: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of d_out with a table for values are no terms of scores: where float16 has nothing left they are as right."""
     inputs = make_inputs(1, 1, 70, 90, 16, num_rows=41, rel_value=True, dtype=torch.float32, seed=5)
-    inputs = of_small_integers(inputs)
+    inputs = small_integers(inputs)
     inputs = inputs._replace(d_out=inputs.d_out * 2.0**-40, d_lse=torch.zeros_like(inputs.d_lse))
     config = TileConfig(64, 64, 4, 1)
-    gathered = all_gradients(inputs, tiles_of(config, carry))
+    gathered = all_gradients(inputs, all_tiles(config, carry))
     round_terms(monkeypatch, True)
-    packed = all_gradients(inputs, tiles_of(replace(config, rotation="registers"), carry))
+    packed = all_gradients(inputs, all_tiles(replace(config, rotation="registers"), carry))
     for name, result in packed.items():
         assert_near(name, result, gathered[name])
 
@@ -207,7 +207,7 @@ def test_a_bias_alone_is_not_rounded(kind: str, monkeypatch: pytest.MonkeyPatch)
         "dkv": TileConfig(64, 64, 2, 1, rotation="registers"),
     }
     for chosen in (tiles, {kernel: replace(config, rotation="gather") for kernel, config in tiles.items()}):
-        check_every_term(inputs, chosen, **arguments)
+        check_forward_backward(inputs, chosen, **arguments)
 
 
 def test_terms_beyond_float16(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +218,7 @@ def test_terms_beyond_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     assert float((query.double() @ table.double().mT).abs().max()) > 65504
     inputs = inputs._replace(query=query, rel_key=table)
     round_terms(monkeypatch, True)
-    tiles = tiles_of(TileConfig(64, 32, 4, 1, rotation="registers"))
+    tiles = all_tiles(TileConfig(64, 32, 4, 1, rotation="registers"))
     results = all_gradients(inputs, {**tiles, "dq": TileConfig(32, 32, 4, 1), "dtable": TileConfig(32, 32, 4, 1)})
     assert all(bool(result.isfinite().all()) for result in results.values())
 
@@ -238,10 +238,10 @@ SCALES: dict[str, tuple[float, dict[str, Any], dict[str, Any], float]] = {
 @pytest.mark.parametrize("case", SCALES)
 def test_scales_at_which_float16_holds_no_terms(case: str, rotation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Divided by a scale near 0 all lie beyond float16's range, by a large one most are lost below it: they stay float32."""
-    scale, shape, arguments, of_bias = SCALES[case]
+    scale, shape, arguments, bias_factor = SCALES[case]
     inputs = make_inputs(1, 2, 50, 60, 16, dtype=torch.float32, seed=3, **shape)
-    inputs = inputs._replace(rel_bias=None if inputs.rel_bias is None else of_bias * inputs.rel_bias)
+    inputs = inputs._replace(rel_bias=None if inputs.rel_bias is None else bias_factor * inputs.rel_bias)
     if case == "large":
         inputs = inputs._replace(query=inputs.query / scale)
     round_terms(monkeypatch, True)
-    check_every_term(inputs, tiles_of(TileConfig(32, 32, 2, 1, rotation=rotation)), scale=scale, **arguments)
+    check_forward_backward(inputs, all_tiles(TileConfig(32, 32, 2, 1, rotation=rotation)), scale=scale, **arguments)

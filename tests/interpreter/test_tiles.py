@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.interpreter.launch import attend, check, check_every_term, run, selectable, tile
+from tests.interpreter.launch import attend, check, check_forward_backward, run, selectable, tile
 from triton_relattn import RelativePositions
 from triton_relattn.kernels.config.tile_config import TileConfig
 from triton_relattn.testing import make_inputs
@@ -42,7 +42,7 @@ def test_every_selectable_tile(kernel: str, config: TileConfig) -> None:
         if kernel == "forward":
             check(inputs, config, positions=positions, **arguments)
         else:
-            check_every_term(inputs, {kernel: config}, positions=positions, **arguments)
+            check_forward_backward(inputs, {kernel: config}, positions=positions, **arguments)
 
 
 TABLES: dict[str, RelativePositions] = {
@@ -72,7 +72,7 @@ def test_tables(table: str, outside: Any) -> None:
     for seed, (is_causal, query_offset, lengths) in enumerate(((False, 0, None), (True, 20, [49]))):
         inputs = make_inputs(1, 2, 45, 58, 16, num_rows=positions.num_rows, per_head=seed > 0, dtype=torch.float32, seed=seed)
         arguments = {"query_offset": query_offset, "key_lengths": None if lengths is None else torch.tensor(lengths)}
-        check_every_term(inputs, SMALL, positions=positions, is_causal=is_causal, **arguments)
+        check_forward_backward(inputs, SMALL, positions=positions, is_causal=is_causal, **arguments)
 
 
 BORDERS = ((-3, 7, 0), (-20, -20, 17), (5, 6, -9))
@@ -94,7 +94,7 @@ def test_tiles_at_the_borders_of_a_table(
     tiles = {"dkv": tile(*keys), "dq": tile(*queries), "dtable": tile(*table)}
     for seed, (first, last, offset) in enumerate(BORDERS):
         inputs = make_inputs(1, 1, 51, 59, 16, num_rows=last - first + 1, dtype=torch.float32, seed=seed)
-        check_every_term(inputs, tiles, positions=RelativePositions(first, last), query_offset=offset, is_causal=is_causal)
+        check_forward_backward(inputs, tiles, positions=RelativePositions(first, last), query_offset=offset, is_causal=is_causal)
 
 
 def test_invalid_configuration() -> None:

@@ -164,7 +164,7 @@ def entry(name: str, **settings: Any) -> Model:
 
 
 IN_CHUNKS = {"att_context_style": "chunked_limited"}
-EVERY = (
+MODELS = (
     entry("nemo"),
     entry("nemo sdpa", use_pytorch_sdpa=True, untie_biases=False),
     entry("nemo window", att_context_size=[5, 3]),

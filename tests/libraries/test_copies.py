@@ -11,13 +11,13 @@ from torch import nn
 
 from tests.cpu.models import Sizes, assert_same, computed, varied
 from tests.cpu.stock import refusal
-from tests.libraries.copies import COPIES, Copy, chatterbox, funasr, of_file, states, timm
+from tests.libraries.copies import COPIES, Copy, chatterbox, funasr, load_class, states, timm
 from tests.libraries.standins import is_installed
 from tests.tolerance import assert_near
 from triton_relattn import disable, enable
 
 DOCS = Path(__file__).parents[2] / "docs" / "enable.md"
-every_copy = pytest.mark.parametrize(
+all_copies = pytest.mark.parametrize(
     "kind",
     [
         pytest.param(
@@ -30,7 +30,7 @@ every_copy = pytest.mark.parametrize(
 )
 
 
-@every_copy
+@all_copies
 def test_copies_are_equal(kind: Copy) -> None:
     """The whole encoder, or the attention where the package has no encoder of its own, in float64."""
     torch.manual_seed(0)
@@ -46,7 +46,7 @@ def test_copies_are_equal(kind: Copy) -> None:
     assert disable(model) == dict(report)
 
 
-@every_copy
+@all_copies
 def test_memory_in_the_docs(kind: Copy) -> None:
     """A layer at its usual size: square in the length before, linear after, and as docs/enable.md says."""
     with torch.device("meta"):
@@ -68,12 +68,15 @@ def test_funasr_s_other_classes() -> None:
     """The older shift is served where no term is for the future, a mask of numbers, too; chunks are left alone."""
     funasr(n_head=2, n_feat=16, dropout_rate=0.0)
     file = "funasr.models.transformer.attention"
-    legacy, chunks = of_file(file, "LegacyRelPositionMultiHeadedAttention"), of_file(file, "RelPositionMultiHeadedAttentionChunk")
+    legacy, chunks = (
+        load_class(file, "LegacyRelPositionMultiHeadedAttention"),
+        load_class(file, "RelPositionMultiHeadedAttentionChunk"),
+    )
     assert enable(legacy(2, 16, 0.1, zero_triu=True))
     assert "differs by" in refusal(legacy(2, 16, 0.1))
     assert refusal(chunks(2, 16, 0.1))
-    exported = of_file(file, "RelPosMultiHeadedAttentionExport")
-    assert enable(exported(of_file(file, "RelPositionMultiHeadedAttention")(2, 16, 0.1)))
+    exported = load_class(file, "RelPosMultiHeadedAttentionExport")
+    assert enable(exported(load_class(file, "RelPositionMultiHeadedAttention")(2, 16, 0.1)))
 
 
 @pytest.mark.skipif(not is_installed("chatterbox"), reason="not installed: make test-libraries")
@@ -97,8 +100,8 @@ def test_chatterbox_with_a_cache() -> None:
 def test_timm_s_other_models() -> None:
     """What is recognised and not replaced says what to do."""
     timm(img_size=28, patch_size=4, embed_dim=24, depth=1, num_heads=2, use_rel_pos=True)
-    swin = of_file("timm.models.swin_transformer", "SwinTransformer")
+    swin = load_class("timm.models.swin_transformer", "SwinTransformer")
     message = refusal(swin(img_size=32, embed_dim=8, depths=(1, 1), num_heads=(2, 2), window_size=4))
     assert "scaled_dot_product_attention" in message
-    settings = of_file("timm.models.mvitv2", "MultiScaleVitCfg")(depths=(1, 1), embed_dim=(24, 48), num_heads=(1, 2))
-    assert "pools queries and keys" in refusal(of_file("timm.models.mvitv2", "MultiScaleVit")(settings, img_size=32))
+    settings = load_class("timm.models.mvitv2", "MultiScaleVitCfg")(depths=(1, 1), embed_dim=(24, 48), num_heads=(1, 2))
+    assert "pools queries and keys" in refusal(load_class("timm.models.mvitv2", "MultiScaleVit")(settings, img_size=32))

@@ -23,12 +23,12 @@ from tests.cpu.models import (
     results,
     runs_the_operator,
 )
-from tests.libraries.models import EVERY, HEADS, Model
+from tests.libraries.models import HEADS, MODELS, Model
 from tests.libraries.standins import is_installed
 from tests.tolerance import assert_near
 
 
-def of(*models: Model) -> Any:
+def parametrize_models(*models: Model) -> Any:
     """Parametrize by models; where a library is not installed the test is skipped."""
 
     def case(model: Model) -> Any:
@@ -41,13 +41,13 @@ def of(*models: Model) -> Any:
 
 
 def named(*names: str) -> Any:
-    return of(*(model for model in EVERY if model.name in names))
+    return parametrize_models(*(model for model in MODELS if model.name in names))
 
 
-every_model = of(*EVERY)
+all_models = parametrize_models(*MODELS)
 # One of each library.
 some_models = named("nemo", "speechbrain", "espnet", "cosyvoice", "x T5", "x inkling")
-every_padding = pytest.mark.parametrize("lengths", [WHOLE, PADDED], ids=["whole", "padded"])
+all_paddings = pytest.mark.parametrize("lengths", [WHOLE, PADDED], ids=["whole", "padded"])
 
 
 def computed(model: Any, given: dict[str, Any]) -> Results:
@@ -55,8 +55,8 @@ def computed(model: Any, given: dict[str, Any]) -> Results:
         return results(model, given)
 
 
-@every_padding
-@every_model
+@all_paddings
+@all_models
 def test_the_same_in_float64(kind: Model, lengths: list[int]) -> None:
     model, given = kind.make(), kind.arguments(LENGTH, lengths)
     stock = computed(model, given)
@@ -66,7 +66,7 @@ def test_the_same_in_float64(kind: Model, lengths: list[int]) -> None:
     assert_same(ours, stock)
 
 
-@every_model
+@all_models
 def test_disable_gives_everything_back(kind: Model) -> None:
     model, given = kind.make(torch.float32), kind.arguments(LENGTH, WHOLE, torch.float32)
     types = [type(module) for module in model.modules()]
@@ -74,8 +74,8 @@ def test_disable_gives_everything_back(kind: Model) -> None:
     enabled = kind.integration.enable(model)
     changed = {
         name: type(module).__name__
-        for (name, module), kept in zip(model.named_modules(), types, strict=True)
-        if type(module) is not kept
+        for (name, module), stock_type in zip(model.named_modules(), types, strict=True)
+        if type(module) is not stock_type
     }
     assert changed == enabled and list(model.state_dict()) == keys
     assert kind.integration.enable(model) == {}
@@ -108,7 +108,7 @@ def test_dropout(kind: Model) -> None:
     assert_same(ours, stock)
 
 
-@of(*(model for model in EVERY if model.name != "cosyvoice chunks"))  # whose mask for all pairs is the user's
+@parametrize_models(*(model for model in MODELS if model.name != "cosyvoice chunks"))  # whose mask for all pairs is the user's
 def test_nothing_quadratic(kind: Model) -> None:
     """No tensor has two dimensions as long as the sequence, and the largest one grows with the length."""
     found = {}
@@ -158,7 +158,7 @@ def test_a_part(kind: Model) -> None:
     assert_same(computed(model, given), stock)
 
 
-@every_model
+@all_models
 def test_unknown_arguments_are_refused(kind: Model) -> None:
     """No enabled class swallows an argument that it does not know, as a later version of its library may have one."""
     model, given = kind.make(), kind.arguments(LENGTH, WHOLE)

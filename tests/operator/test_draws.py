@@ -25,7 +25,7 @@ from tests.samples import Sample
 from triton_relattn import RelativePositions
 
 
-def how(seeds: range) -> str:
+def seeds_id(seeds: range) -> str:
     return f"{WAYS[0].implementation}_in_any_blocks-{seeds[0]}"
 
 
@@ -34,7 +34,7 @@ QUICK = DOZENS[:2] if INTERPRETED else DOZENS
 
 
 @pytest.mark.parametrize(
-    "seeds", [pytest.param(seeds, marks=() if seeds in QUICK else pytest.mark.thorough) for seeds in DOZENS], ids=how
+    "seeds", [pytest.param(seeds, marks=() if seeds in QUICK else pytest.mark.thorough) for seeds in DOZENS], ids=seeds_id
 )
 def test_draws(seeds: range) -> None:
     """out, lse and the gradients asked for are right, and the call leaves no trace."""
@@ -132,44 +132,44 @@ def test_calls_that_went_wrong(way: Way, name: str) -> None:
     check(replace(sample, **KNOWN[name]), way)  # type: ignore[arg-type]
 
 
-def of(text: str) -> tuple[str, ...]:
+def expressions(text: str) -> tuple[str, ...]:
     return tuple(expression.strip() for expression in text.split(";"))
 
 
-OF_TENSORS = of("""
+TENSORS = expressions("""
     None; 1.0; text; x.tolist(); x.detach().numpy(); [x]; x.neg(); x.conj(); x[0]; x[None]; x[..., :-1]; x[:-1]; x[:, :-1];
     x[:, :, :-1]; x[:0]; x[:, :0]; x[..., :0]; x.mT; x.transpose(0, -1); x.flatten(); torch.cat((x, x)); torch.cat((x, x), -1);
     x.double(); x.float(); x.half(); x.bfloat16(); x.long(); x.bool(); x.to(torch.float8_e5m2); x.to(torch.cfloat); x.to(meta);
     x.to_sparse(); torch.zeros(()); torch.nested.nested_tensor([x]); torch.zeros(0); torch.zeros(1, 1, 1, 1, 1)
 """)
-OF_NUMBERS = of("""
+NUMBERS = expressions("""
     None; math.nan; math.inf; -math.inf; text; True; 1; 0; -1; 0.5; 1e300; -1e39; 10**400; 1e-46; 1j; [1.0]; torch.tensor(1.0);
     np.float32(0.5); bytes(3)
 """)
-OF_FLAGS = of("None; True; 0; text; np.bool_(True); torch.tensor(True); []; 1.0; math.nan")
-OF_INTEGERS = of("""
+FLAGS = expressions("None; True; 0; text; np.bool_(True); torch.tensor(True); []; 1.0; math.nan")
+INTEGERS = expressions("""
     None; 1.0; True; text; 0; -1; 40; 2**29; -2**29; 2**29 + 1; -2**63; 2**64; [0]; torch.tensor(3); np.int64(3); math.nan;
     torch.zeros(2); torch.zeros(1, dtype=torch.int32); torch.tensor([2**29 + 1])
 """)
-OF_VECTORS = of("""
+VECTORS = expressions("""
     None; 1; text; x.tolist(); x.numpy(); x.float(); x.bool(); x.short(); x.int(); x.to(meta); x[None]; x[:-1]; x[1:]; x[0];
     torch.cat((x, x)); x + 1; x - 1; -x - 1; x - 2**62; x.long() + 2**40; x * 0; x.flip(0)
 """)
-OF_WINDOWS = of("""
+WINDOWS = expressions("""
     None; 1; (1,); (1, 2, 3); [1, 2]; (-2, 3); (0, 0); (True, 1); (1.0, 2); (None, None); text; {}; (2**29 + 1, 0); (0, 2**64);
     torch.tensor([1, 2]); (np.int64(1), 2); (math.nan, 1)
 """)
-OF_POSITIONS = of("""
+POSITIONS = expressions("""
     None; (-4, 4); text; 1; RelativePositions; RelativePositions(0, 0); RelativePositions(x.first, x.last + 1);
     RelativePositions(x.first + 1, x.last + 1); torch.zeros(3)
 """)
 EXPRESSIONS = (
-    dict.fromkeys(("query", "key", "value", "rel_key", "rel_query", "rel_value", "rel_bias", "rel_p2c", "attn_mask"), OF_TENSORS)
-    | dict.fromkeys(("scale", "rel_scale", "softcap", "dropout_p"), OF_NUMBERS)
-    | dict.fromkeys(("is_causal", "enable_gqa", "return_lse"), OF_FLAGS)
-    | dict.fromkeys(("key_lengths", "cu_seqlens_q", "cu_seqlens_k"), OF_VECTORS)
-    | dict.fromkeys(("max_seqlen_q", "max_seqlen_k", "query_offset"), OF_INTEGERS)
-    | {"window_size": OF_WINDOWS, "positions": OF_POSITIONS, "implementation": of("text; 1; []; {}; torch.zeros(2); bytes(3)")}
+    dict.fromkeys(("query", "key", "value", "rel_key", "rel_query", "rel_value", "rel_bias", "rel_p2c", "attn_mask"), TENSORS)
+    | dict.fromkeys(("scale", "rel_scale", "softcap", "dropout_p"), NUMBERS)
+    | dict.fromkeys(("is_causal", "enable_gqa", "return_lse"), FLAGS)
+    | dict.fromkeys(("key_lengths", "cu_seqlens_q", "cu_seqlens_k"), VECTORS)
+    | dict.fromkeys(("max_seqlen_q", "max_seqlen_k", "query_offset"), INTEGERS)
+    | {"window_size": WINDOWS, "positions": POSITIONS, "implementation": expressions("text; 1; []; {}; torch.zeros(2); bytes(3)")}
 )
 NAMES = {"torch": torch, "np": np, "math": math, "RelativePositions": RelativePositions, "text": "text", "meta": "meta"}
 
@@ -181,7 +181,7 @@ def broken(draw: st.DrawFn) -> tuple[Sample, str, str]:
     absent = {"attn_mask", "key_lengths"} if sample.sequences is not None else {n for n in EXPRESSIONS if "seqlen" in n}
     name = draw(st.sampled_from([name for name in EXPRESSIONS if name not in absent]))
     is_vector = name == "query_offset" and isinstance(sample.query_offset, tuple)
-    return sample, name, draw(st.sampled_from(EXPRESSIONS[name] + (OF_VECTORS if is_vector else ())))
+    return sample, name, draw(st.sampled_from(EXPRESSIONS[name] + (VECTORS if is_vector else ())))
 
 
 def refused_or_accepted(call: tuple[Sample, str, str]) -> None:

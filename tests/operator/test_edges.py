@@ -12,7 +12,7 @@ import torch
 from tests.check import Way, check
 from tests.expected import TABLES, assert_table_gradient, exact_results
 from tests.samples import Sample
-from tests.tolerance import assert_bit_equal, tolerance_of, within
+from tests.tolerance import assert_at_most, assert_bit_equal, dtype_tolerance
 from triton_relattn import RelativePositions
 from triton_relattn.testing import Inputs, make_inputs
 
@@ -58,7 +58,7 @@ def test_one_table_row_moves_only_its_diagonal(query_offset: int, r: int, way: W
     # Of each of the two a handful of numbers are rounded that are at most as large as the largest logit.
     rounding = 16 * torch.finfo(way.dtype).eps * max(float(plain.abs().max()), float(changed.abs().max()))
     assert rounding < moved.abs().max()
-    within("change of the logits", (changed - plain - moved).abs(), rounding)
+    assert_at_most("change of the logits", (changed - plain - moved).abs(), rounding)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, None], ids=["float16", "exact"])
@@ -119,10 +119,10 @@ def test_what_is_seen(is_causal: bool, way: Way) -> None:
         masks: dict[str, Any] = {"is_causal": is_causal, "window_size": window_size, "query_offset": query_offset}
         probs, _ = way.attend(query, key, identity, **masks, key_lengths=lengths, attn_mask=mask)
         r = j - i - torch.as_tensor(query_offset).view(-1, 1, 1, 1)
-        seen = mask & (j < lengths.view(-1, 1, 1, 1)) & ((r <= 0) | (not is_causal))
+        visible = mask & (j < lengths.view(-1, 1, 1, 1)) & ((r <= 0) | (not is_causal))
         for size, side in zip(window_size, (-r, r), strict=True):
-            seen = seen & ((side <= size) | (size < 0))
-        assert torch.equal(probs > 0, seen.expand_as(probs)), masks
+            visible = visible & ((side <= size) | (size < 0))
+        assert torch.equal(probs > 0, visible.expand_as(probs)), masks
 
 
 @pytest.mark.parametrize(
@@ -144,14 +144,14 @@ def test_a_mask_of_the_lowest_number(dtype: torch.dtype | None, mask_dtype: torc
     golden: Any = exact_results(inputs, positions=positions, attn_mask=mask)
     golden["out"][:, :, 5] = inputs.value.double().mean(2)
     # In 16 bits P, dS, out for delta and the result are rounded: half a unit each, with a factor of two to spare.
-    relative = 4 * torch.finfo(dtype).eps if dtype == torch.float16 else tolerance_of(dtype)
+    relative = 4 * torch.finfo(dtype).eps if dtype == torch.float16 else dtype_tolerance(dtype)
     for name, result in results.items():
         assert result.isfinite().all(), name
         error, exact = result.double() - golden[name], golden[name]
         if name == "lse":
-            within(name, (error[:, :, 5] / lowest).abs(), tolerance_of(result.dtype))
+            assert_at_most(name, (error[:, :, 5] / lowest).abs(), dtype_tolerance(result.dtype))
             error[:, :, 5], exact[:, :, 5] = 0, 0
-        within(name, error.norm(), relative * float(exact.norm()))
+        assert_at_most(name, error.norm(), relative * float(exact.norm()))
 
 
 def test_a_mask_of_minus_1e9(way: Way) -> None:
@@ -221,14 +221,14 @@ BLIND: dict[str, tuple[dict[str, Any], torch.Tensor]] = {
     ),
 }
 
-KINDS_OF_BLIND: list[tuple[str, str, dict[str, Any], torch.dtype | None]] = [
+BLIND_CASES: list[tuple[str, str, dict[str, Any], torch.dtype | None]] = [
     *((case, kind, PLAIN, None) for case, kind in zip(BLIND, itertools.cycle(["clamp", "zero", "full"]), strict=False)),
     *((case, kind, FURTHER, None) for case, kind in zip(list(BLIND)[::2], itertools.cycle(["zero", "clamp"]), strict=False)),
     *((case, "clamp", PLAIN, torch.float16) for case in ("bool_mask", "float_mask_of_all", "lengths", "window_beside")),
 ]
 
 
-@pytest.mark.parametrize(("case", "kind", "options", "dtype"), KINDS_OF_BLIND, ids=lambda value: "" if value == PLAIN else None)
+@pytest.mark.parametrize(("case", "kind", "options", "dtype"), BLIND_CASES, ids=lambda value: "" if value == PLAIN else None)
 def test_rows_that_see_nothing(case: str, kind: str, options: dict[str, Any], dtype: torch.dtype | None, way: Way) -> None:
     """By each mask, also for rows that share a block with rows that see something."""
     arguments, blind = BLIND[case]

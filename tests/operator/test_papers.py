@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from tests.check import WAYS, Way
 from tests.expected import exact_results
-from tests.tolerance import assert_near, tolerance_of
+from tests.tolerance import assert_near, dtype_tolerance
 from triton_relattn import RelativePositions, fused_relative_attention, tables
 from triton_relattn.testing import Inputs
 
@@ -32,7 +32,7 @@ def attend(request: pytest.FixtureRequest) -> Attention:
         assert isinstance(out, Tensor) and out.dtype == way.dtype
         return out.double()
 
-    attend.tolerance = tolerance_of(way.dtype)  # type: ignore[attr-defined]
+    attend.tolerance = dtype_tolerance(way.dtype)  # type: ignore[attr-defined]
     return attend
 
 
@@ -339,5 +339,5 @@ def test_two_by_two_by_hand(way: Way) -> None:
     }
     exact = exact_results(inputs)
     for name, result in way.results(inputs.to(way.dtype), scale=1.0).items():
-        assert_near(name, result.double(), expected[name], tolerance=tolerance_of(way.dtype), smallest=1.0)
+        assert_near(name, result.double(), expected[name], tolerance=dtype_tolerance(way.dtype), smallest=1.0)
         assert_near(name, exact[name], expected[name])

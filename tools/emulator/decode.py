@@ -186,22 +186,22 @@ class Decoder:
             return Decoded("UNPACK", self.all(operands), 2, (int(opcode[-2:]) // 2,))
         if opcode in ("mov.b32", "mov.b64") and operands[1].startswith("{"):
             opcode, operands = opcode.replace("mov", "pack"), [operands[0], *split(operands[1].strip("{}"))]
-        if known := lanewise().get((opcode, len(operands))):
-            return self.of_lanes(known, operands, converts=opcode.startswith("cvt"))
+        if listed := lanewise().get((opcode, len(operands))):
+            return self.lanes(listed, operands, converts=opcode.startswith("cvt"))
         for pattern, handler in _FAMILIES:
             if match := pattern.fullmatch(opcode):
                 return handler(self, match, operands)
         raise UnknownPTX(f"unknown instruction {opcode} with {len(operands)} operands")
 
-    def of_lanes(self, known: Lanewise, operands: list[str], converts: bool) -> Decoded:
+    def lanes(self, listed: Lanewise, operands: list[str], converts: bool) -> Decoded:
         """Decode a result for each lane, from registers as wide as its types say."""
         decoded = [self.operand(text) for text in operands]
-        for place, (text, kind) in enumerate(zip(operands, known.types, strict=True)):
+        for place, (text, kind) in enumerate(zip(operands, listed.types, strict=True)):
             _, bits = self.registers.get(text.removeprefix("!"), (0, BITS[kind]))
             takes_wider = place > 0 and converts  # the lower bits of a wider register
             if bits < BITS[kind] or (bits > BITS[kind] and not takes_wider):
                 raise UnknownPTX(f"{text} has {bits} bits instead of {BITS[kind]}")
-        return Decoded(known.operation, decoded, 1)
+        return Decoded(listed.operation, decoded, 1)
 
     # ---- operands
 

@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 import triton
-from triton.backends.nvidia import driver as of_nvidia
+from triton.backends.nvidia import driver as nvidia
 from triton.compiler import compiler
 from triton.runtime.driver import driver
 
@@ -91,7 +91,7 @@ def library() -> ctypes.CDLL:
     folder = tempfile.mkdtemp(prefix="stub-gpu-")
     atexit.register(shutil.rmtree, folder)
     built = f"{folder}/libcuda.so.1"
-    include = Path(of_nvidia.__file__).with_name("include")
+    include = Path(nvidia.__file__).with_name("include")
     command = [cc, "-shared", "-fPIC", "-O1", f"-I{include}", "-Wl,-soname,libcuda.so.1", str(SOURCE), "-o", built]
     subprocess.run(command, check=True)
     loaded = ctypes.CDLL(built, mode=ctypes.RTLD_GLOBAL)
@@ -176,7 +176,7 @@ _given = threading.local()
 """What the launch that a thread is at was given: types and values of the parameters."""
 
 
-class _Launcher(of_nvidia.CudaLauncher):  # type: ignore[misc]
+class _Launcher(nvidia.CudaLauncher):  # type: ignore[misc]
     """Triton's launcher, which notes first what it is given."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
@@ -194,8 +194,8 @@ class _Driver(AbsentGPU):
 
     def __init__(self, gpu: StubGPU, records: bool) -> None:
         super().__init__(gpu_target("sm_90"))
-        self.gpu, self.utils = gpu, of_nvidia.CudaUtils()
-        self.launcher_cls = _Launcher if records else of_nvidia.CudaLauncher
+        self.gpu, self.utils = gpu, nvidia.CudaUtils()
+        self.launcher_cls = _Launcher if records else nvidia.CudaLauncher
 
     def get_current_device(self) -> int:
         self.gpu.library.stub_set_device(self.gpu.device)
@@ -209,16 +209,16 @@ class _Driver(AbsentGPU):
 
     def note(self, config: Any, function: int, parameters: Any) -> None:
         """Called by the stub for a launch that it takes."""
-        told, kinds = config.contents, _given.parameters
+        launch, kinds = config.contents, _given.parameters
         values = [stored(kind, parameters[at]) for at, (kind, _) in enumerate(kinds)]
         self.gpu.launches.append(
             Launch(
                 self.gpu.library.stub_name(function).decode().removesuffix("_kernel"),
                 int(self.gpu.library.stub_device(function)),
-                told.stream or 0,
-                (told.grid_x, told.grid_y, told.grid_z),
-                told.block_x,
-                told.shared_bytes,
+                launch.stream or 0,
+                (launch.grid_x, launch.grid_y, launch.grid_z),
+                launch.block_x,
+                launch.shared_bytes,
                 tuple(kind for kind, _ in kinds),
                 tuple(values),
                 tuple(value for _, value in kinds),
@@ -238,9 +238,9 @@ def stub_gpu(most_shared: int = 232448, records: bool = True) -> Iterator[StubGP
     gpu = StubGPU(library())
     stub = _Driver(gpu, records)
 
-    def observed(*told: Any) -> None:
+    def observed(*launch: Any) -> None:
         try:
-            stub.note(*told)
+            stub.note(*launch)
         except Exception as error:  # which C code cannot pass on
             gpu.errors.append(error)
 
