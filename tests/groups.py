@@ -1,4 +1,4 @@
-"""The arguments of a launch, whose tensors come in groups, by names of their own."""
+"""Arguments of launches, whose tensors come in named tuples, as one flat mapping."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PREFIXES = {"inputs": "", "per_query": "", "d_tables": "d_", "common": ""}
 
 
 def flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all arguments, those in groups by the names of their fields ("rel_key" of d_tables is "d_rel_key")."""
+    """Return all arguments, members of groups under the names of their fields ("rel_key" of d_tables is "d_rel_key")."""
     result: dict[str, Any] = {}
     for name, value in arguments.items():
         if is_group(name, value):
@@ -20,7 +20,7 @@ def flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def grouped(arguments: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments with some changed, by their names in flat."""
+    """Return the arguments in groups, with these changes by flat names."""
     result: dict[str, Any] = {}
     for name, value in arguments.items():
         if is_group(name, value):
@@ -36,7 +36,7 @@ def is_group(name: str, value: Any) -> bool:
 
 
 def flat_types(arguments: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the types of arguments, which have the arguments' form, by the names in flat."""
+    """Return the types of arguments, which are grouped like these, by flat names."""
     result: dict[str, Any] = {}
     for name, kinds in types.items():
         if is_group(name, arguments[name]):

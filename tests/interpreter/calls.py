@@ -1,4 +1,4 @@
-"""Calls with every term and argument, padded and packed, and limits with which their workspace has one part or many."""
+"""Calls with every term and argument, padded and packed, and limits that split their workspace into parts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POSITIONS = {
     "zero": RelativePositions(-4, 6, "zero"),
 }
 LIMITS = ("whole", "heads", "keys", "block")
-"""What a part has: everything; all keys of one key head; some of its keys; one block of its keys."""
+"""What a part of the workspace holds: everything; one key head; some of its keys; one block of its keys."""
 
 
 def tile(block_m: int, block_n: int, **others: Any) -> TileConfig:
@@ -41,8 +41,10 @@ TILES = {
 
 
 def workspace_limit(limit: str, inputs: Inputs, arguments: dict[str, Any], tiles: dict[str, TileConfig]) -> str:
-    """The number of bytes, as the variable has it, with which the parts of a call are one of LIMITS; "" for the usual limit."""
-    num_queries, num_keys = call_sizes(inputs, arguments)[2:]
+    """The value of TRITON_RELATTN_WORKSPACE for one of LIMITS; "" for the default."""
+    num_queries, num_keys = inputs.query.shape[2], inputs.key.shape[2]
+    if "cu_seqlens_q" in arguments:
+        num_queries, num_keys = arguments["max_seqlen_q"], arguments["max_seqlen_k"]
     padded_keys = -(-num_keys // tiles["dkv"].block_n) * tiles["dkv"].block_n
     group = inputs.query.shape[1] // inputs.key.shape[1]
     pairs = group * num_queries * padded_keys * (1 if inputs.rel_value is None else 2)
@@ -50,29 +52,10 @@ def workspace_limit(limit: str, inputs: Inputs, arguments: dict[str, Any], tiles
     return {"whole": "", "heads": str(size), "keys": str(size * 2 // 3), "block": "0"}[limit]
 
 
-def call_sizes(inputs: Inputs, arguments: dict[str, Any]) -> tuple[int, int, int, int]:
-    """Sequences, heads of keys, queries and keys of the longest sequence."""
-    if "cu_seqlens_q" in arguments:
-        sequences = len(arguments["cu_seqlens_q"]) - 1
-        return sequences, inputs.key.shape[1], arguments["max_seqlen_q"], arguments["max_seqlen_k"]
-    return inputs.query.shape[0], inputs.key.shape[1], inputs.query.shape[2], inputs.key.shape[2]
-
-
-def check_parts(parts: int, limit: str, inputs: Inputs, arguments: dict[str, Any], tiles: dict[str, TileConfig]) -> None:
-    """There are as many parts as the limit makes, so that a test runs what it says."""
-    sequences, key_heads, _, num_keys = call_sizes(inputs, arguments)
-    units, blocks = sequences * key_heads, -(-num_keys // tiles["dkv"].block_n)
-    if limit == "keys":
-        assert parts > units
-    else:
-        assert parts == {"whole": 1, "heads": units, "block": units * blocks}[limit]
-    assert limit == "whole" or parts > 1
-
-
 OFFSETS = torch.tensor([3, -5], dtype=torch.int32)
 ALL_TABLES: dict[str, Any] = {"rel_value": True, "rel_bias": True, "rel_p2c": True}
 CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    # of make_inputs, of the call
+    # arguments of make_inputs, arguments of the call
     "plain": ({}, {}),
     "causal": ({}, {"is_causal": True, "query_offset": 6}),
     "per_head": ({"heads": 4, "key_heads": 2, "per_head": True, "rel_bias": True}, {}),
@@ -108,7 +91,7 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def padded_call(kind: str, **others: Any) -> tuple[Inputs, dict[str, Any]]:
-    """Two batch entries, two heads that share their keys, odd lengths."""
+    """Inputs and arguments with two batch entries, two heads that share keys, and odd lengths."""
     positions = POSITIONS[kind]
     options: dict[str, Any] = {"batch": 2, "heads": 2, "key_heads": 1, "num_queries": 37, "num_keys": 43}
     options |= {"width": 8, "value_width": 12, "num_rows": positions.num_rows, "dtype": torch.float32, "seed": 5, **others}
@@ -127,7 +110,7 @@ PACKED_CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def packed_call(kind: str, lengths: dict[str, tuple[int, ...]] = PACKED_LENGTHS, **others: Any) -> tuple[Inputs, dict[str, Any]]:
-    """Return what call_of does, but sequences of these lengths, packed."""
+    """Inputs and arguments like those of padded_call, for packed sequences of these lengths."""
     options: dict[str, Any] = {"batch": 1, "num_queries": sum(lengths["q"]), "num_keys": sum(lengths["k"])}
     inputs, arguments = padded_call(kind, **{**options, **others})
     in_order = {name: getattr(inputs, name) for name in ("query", "key", "value", "d_out", "rel_query")}

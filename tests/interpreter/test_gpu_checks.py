@@ -1,4 +1,4 @@
-"""The checks of ``make gpu``, with real numbers: what is wrong is noticed, and named."""
+"""The checks of ``make gpu``, in the interpreter: right results pass, and wrong ones are named."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def test_calls(table: str) -> None:
 
 
 def test_calls_that_stand_for_timed_ones() -> None:
-    """Those without lse, with several workspaces."""
+    """Calls without lse, with several workspaces."""
     cases = list(stand_ins(Case(4, 32, 4096, 16, rows=9, dtype="fp16", key_heads=16, rel_dim=32)))
     for check in (cases[0], cases[1], cases[4]):
         assert statuses(replace(check, case=check.case.resized(33))) == ["ok", "ok"]
 
 
 def test_a_wrong_result_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what raises is a row."""
+    """A wrong result is a FAILED row with its name; an exception is a failed row."""
     check = Check(small_case("full", **SMALL), kind="any")
     results = Check.results
 
@@ -48,5 +48,5 @@ def test_a_wrong_result_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("check", checks.kernels_alone()[::2], ids=str)
 def test_kernels_alone(check: Check) -> None:
-    """One kernel computes some of the results, and they are right."""
+    """Checks of single kernels pass."""
     assert statuses(replace(check, case=small_case("full", heads=1, **SMALL))) == ["ok", "ok"]

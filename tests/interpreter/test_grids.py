@@ -1,4 +1,4 @@
-"""Attention on a grid by its kernels, in Triton's interpreter: error rules, tiles of every shape, memory, dropout, launches."""
+"""Attention on a grid by its kernels, in Triton's interpreter: error rules, tiles, memory accesses, dropout, launches."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ TILES = {
 
 
 def tensors(case: Case, dtype: torch.dtype = torch.float32, heads: int = 2, sharp: int = 1) -> Tensors:
-    """Query, key, value, both tables, and a gradient of out; sharp: the larger, the fewer keys get all of the attention."""
+    """Query, key, value, both tables, and d_out; the larger ``sharp``, the fewer keys get all of the attention."""
     generator = torch.Generator().manual_seed(0)
 
     def made(*shape: int) -> torch.Tensor:
@@ -116,14 +116,14 @@ def check(case: Case, given: Tensors) -> Tensors:
             assert_within_budget(name, *triple, factor=4 if dtype == torch.float32 else 2, exact_reference=True)
         elif dtype == torch.float32:
             assert_gradients_close_fp32(name, triple[0], triple[1], golden[1:])
-        elif float(triple[1].abs().max()) > dtype_tolerance(torch.float64):  # of queries that see one key it cancels to nothing
+        elif float(triple[1].abs().max()) > dtype_tolerance(torch.float64):  # with one visible key it cancels to zero
             assert_within_budget(name, *triple, factor=3, exact_reference=True)
     return ours
 
 
 @pytest.fixture(params=TILES)
 def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> TileConfig | None:
-    """Configuration of all kernels."""
+    """The configuration of all kernels."""
     config = TILES[request.param]
     if config is not None:
         monkeypatch.setattr(selection, "select", lambda *_: config)
@@ -153,7 +153,7 @@ def dense_backward(case: Case, given: Tensors) -> tuple[torch.Tensor, torch.Tens
 @pytest.mark.parametrize("name", ["a window", "class tokens and strips", "pooled keys"])
 @pytest.mark.parametrize("sharp", [1, 8])
 def test_table_gradients_in_float16(name: str, sharp: int) -> None:
-    """At most 1.5 times as far off as a dS that is rounded once and summed exactly: for that the sums need the exact delta."""
+    """At most 1.5 times the error of dS rounded once and summed exactly, which requires an exact delta."""
     case = CASES[name]
     given = tensors(case, torch.float16, sharp=sharp)
     probs, d_probs, leaves, logits = dense_backward(case, given)
@@ -166,7 +166,7 @@ def test_table_gradients_in_float16(name: str, sharp: int) -> None:
 
 
 def test_delta_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The dkv kernel gets sums of P dP that have float32's precision, which those of out, rounded to float16, have not."""
+    """The dkv kernel gets sums of P dP in float32's precision, which sums with the rounded out do not have."""
     case, stored, launch = CASES["class tokens and strips"], [], GridCall.launch
 
     def launch_and_note(call: GridCall, name: str, *others: Any, **arguments: Any) -> None:
@@ -179,8 +179,8 @@ def test_delta_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     out, *_ = results(case, given)
     probs, d_probs, _, _ = dense_backward(case, given)
     delta = (probs * d_probs).sum(-1)
-    # P = exp(logit - lse) is off by what both are rounded by, two units of float32 at the magnitude of what is summed, as a
-    # relative error; lse by the mean of the logits' errors; dP, of products that are rounded once here, by two of its own units.
+    # The relative error of P = exp(logit - lse) is that of the rounding of both: two units of float32 at the magnitude of the
+    # summands; that of lse is the mean of the logits' errors; dP, whose products are rounded once here, has two units.
     query, key, value, *tables, d_out = (tensor.abs() for tensor in in_float64(given))
     wide = append(query, key, *tables, **case.arguments)
     logits, largest_d_probs = wide[0] @ wide[1].mT, d_out @ value.mT
@@ -198,7 +198,7 @@ GUARDED = ("odd sides", "several strips", "class tokens and strips", "pooled key
 @pytest.mark.parametrize(("name", "order"), list(zip(GUARDED, itertools.cycle(ORDERS), strict=False)))
 @pytest.mark.parametrize("config", [TileConfig(16, 16, 4, 1), None])
 def test_guarded(name: str, order: Order, config: TileConfig | None) -> None:
-    """No kernel touches what is not its own; results have the same bits in any order of programs, with NaN around all inputs."""
+    """No kernel accesses memory outside of tensors; results have the same bits in any order, with NaN around inputs."""
     case, choose = CASES[name], random.Random(len(name))
     query, key, value, _, _, d_out = tensors(case)
     sides = tuple(zip(case.grid, case.keys, strict=True))
@@ -223,12 +223,12 @@ def test_guarded(name: str, order: Order, config: TileConfig | None) -> None:
     assert len(found) == 7
     for actual, again, right in zip(found, run(*poisoned), contiguous, strict=True):
         assert right.isfinite().all() and right.any() and torch.equal(actual, again)
-        assert_gradients_close_fp32(name, actual, right, contiguous)  # torch's products depend on strides in the last bit
+        assert_gradients_close_fp32(name, actual, right, contiguous)  # the last bits of torch's products depend on strides
 
 
 @pytest.mark.parametrize("wanted", [[0], [1], [2], [3], [4], [0, 3], [1, 2], [2, 4]])
 def test_some_gradients(wanted: list[int]) -> None:
-    """They have the same bits as among all, and no kernel runs for the others."""
+    """Some of the gradients have the same bits as among all, and only their kernels run."""
     case = CASES["class token"]
     given = tensors(case)
     expected = results(case, given)[1:]
@@ -243,7 +243,7 @@ def test_some_gradients(wanted: list[int]) -> None:
 
 @pytest.mark.thorough
 def test_the_same_is_dropped_in_other_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the tiles: a forward and a backward of other tiles agree with the reference, which drops by query and key."""
+    """Forward and backward with different tiles agree with the reference's dropout, which depends on query and key only."""
     chosen = {"forward": TileConfig(16, 32, 4, 1), "dq": TileConfig(32, 16, 4, 1), "dkv": TileConfig(16, 64, 4, 1)}
     monkeypatch.setattr(selection, "select", lambda kernel, *_: chosen[kernel])
     case = Case((5, 20), prefix=3, others={"dropout_p": 0.5})
@@ -253,7 +253,7 @@ def test_the_same_is_dropped_in_other_tiles(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_large_logits() -> None:
-    """Probabilities of a query sum to one, forward and backward: out of equal values is their value, d_value sums up to d_out."""
+    """Probabilities of a query sum to one: out of equal values is that value, and d_value sums to d_out."""
     case = Case((6, 5), prefix=1, value_width=16)
     query, key, value, *tables, d_out = tensors(case)
     out, *gradients = results(case, (300 * query, 30 * key, torch.ones_like(value), *tables, d_out))
@@ -271,7 +271,7 @@ def test_empty() -> None:
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_the_operator(dropout_p: float) -> None:
-    """Fakes, derivative, and the description for torch.compile agree with what the kernels do."""
+    """The registered operator passes torch.library.opcheck."""
     case = CASES["pooled keys"]
     query, key, value, *_ = tensors(case, heads=1)
     leaves = [query, key, value, torch.randn(8, 4, 16), torch.randn(10, 5, 16)]
@@ -280,7 +280,7 @@ def test_the_operator(dropout_p: float) -> None:
     torch.library.opcheck(torch.ops.triton_relattn.grid_attention_forward.default, arguments)
 
 
-def test_what_the_kernels_refuse() -> None:
+def test_too_wide_heads_raise() -> None:
     case = Case((2, 3), width=257)
     with pytest.raises(NotImplementedError, match="head widths up to 256, got 257 "):
         results(case, tensors(case))
@@ -289,7 +289,7 @@ def test_what_the_kernels_refuse() -> None:
 @pytest.mark.parametrize("prefix", [0, 1, 70])
 @pytest.mark.parametrize("block_n", [16, 64])
 def test_every_key_is_in_one_tile(prefix: int, block_n: int) -> None:
-    """The host counts as many tiles as the kernel needs: every key gets a gradient, none twice, see test_guarded."""
+    """The number of tiles that the host computes covers all keys, so that each gets a gradient."""
     case = Case((3, 21), prefix=prefix)
     query, key, value, *_, d_out = tensors(case)
     given = GridTensors(query, key, value, torch.randn(3, 3, 16), torch.randn(21, 21, 16))

@@ -1,4 +1,4 @@
-"""Rotations in registers (kernels/tile/registers.py) against the gather, by themselves and in all kernels."""
+"""Rotations in registers (kernels/tile/registers.py) equal those by a gather, alone and in all kernels."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def words_kernel(low, high, before, once, twice, out_low, out_high, DTYPE: tl.co
     """The elements of 64 words, some of them one or two chunks back."""
     n = tl.arange(0, 64)
     words = pack(tl.load(low + n), tl.load(high + n), DTYPE, SATURATE)
-    # What was before: the same numbers, negative.
+    # The earlier words hold the negated values.
     older = pack(-tl.load(low + n), -tl.load(high + n), DTYPE, SATURATE)
     words = step_back_words(words, older, tl.load(once + n) != 0, tl.load(twice + n) != 0)
     first, second = unpack(words, DTYPE)
@@ -66,7 +66,7 @@ def words_kernel(low, high, before, once, twice, out_low, out_high, DTYPE: tl.co
 
 @pytest.mark.parametrize("saturate", [False, True])
 def test_words(saturate: bool) -> None:
-    """Rounded once, beyond float16's range its largest number or infinity; one step back is half a word, two are a whole one."""
+    """Packed values are rounded once, beyond float16's range to its largest value or infinity; steps back are half words."""
     generator = torch.Generator().manual_seed(0)
     low, high = (torch.randn(64, generator=generator) * 100 for _ in range(2))
     low[:4] = torch.tensor([65504.0, 65519.0, 1e6, -1e6])
@@ -81,13 +81,13 @@ def test_words(saturate: bool) -> None:
 
 
 def all_tiles(config: TileConfig, carry: str | None = "scores") -> dict[str, TileConfig]:
-    """The configuration for every kernel; the forward carries this, and those that read dS rotate no band."""
+    """The configuration for all kernels, with ``carry`` in the forward, and a gather in kernels that read dS."""
     tiles = {**dict.fromkeys(KERNELS, config), "forward": replace(config, carry=carry)}
     return tiles | {kernel: replace(config, rotation="gather") for kernel in READERS}
 
 
 def small_integers(inputs: Inputs) -> Inputs:
-    """Whose terms float16 can hold: rounding changes nothing."""
+    """Inputs of small integers, whose terms are exact in float16."""
     rounded = {
         name: (2 * getattr(inputs, name)).round()
         for name in ("query", "rel_key", "rel_query", "rel_value", "rel_bias", "d_out")
@@ -125,7 +125,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_kernels(
     case: str, tile: tuple[int, int, int], carry: str | None, rounded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With terms that float16 can hold, the results are those of the gather, but for the order in which a row is summed."""
+    """With terms that are exact in float16, results equal those of the gather, up to the order of sums."""
     options, arguments = CASES[case]
     inputs = small_integers(make_inputs(1, 1, 100, 130, 16, dtype=torch.float16, seed=4, **options))
     config = TileConfig(*tile, 1)
@@ -146,7 +146,7 @@ def test_float32_terms_obey_the_error_rule(dtype: torch.dtype) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("carry", ["scores", None])
 def test_tiny_gradients(carry: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of d_out with a table for values are no terms of scores: where float16 has nothing left they are as right."""
+    """Products of d_out with rel_value are not rounded to float16, where tiny ones would vanish."""
     inputs = make_inputs(1, 1, 70, 90, 16, num_rows=41, rel_value=True, dtype=torch.float32, seed=5)
     inputs = small_integers(inputs)
     inputs = inputs._replace(d_out=inputs.d_out * 2.0**-40, d_lse=torch.zeros_like(inputs.d_lse))
@@ -160,7 +160,7 @@ def test_tiny_gradients(carry: str | None, monkeypatch: pytest.MonkeyPatch) -> N
 
 @triton.jit
 def bias_kernel(bias, target, relative_position, first, last, scale, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """target = the terms of a tile that begins at this relative position, in the order of its columns."""
+    """target = the bias of a tile that begins at this relative position, in the order of its columns."""
     places = tl.arange(0, TILE.block_m)[:, None] * TILE.block_n + tl.arange(0, TILE.block_n)[None, :]
     table = Table(0, 1.0, (bias, 1), scale, first, last)
     tl.store(target + places, bias_terms(table, relative_position, TILE))
@@ -170,14 +170,14 @@ def bias_kernel(bias, target, relative_position, first, last, scale, TILE: tl.co
 @pytest.mark.parametrize("rotation", ["gather", "registers"])
 @pytest.mark.parametrize(("block_m", "block_n", "warps"), TILES)
 def test_terms_of_a_bias(block_m: int, block_n: int, warps: int, rotation: str, coverage: str) -> None:
-    """Those of each pair, in float32, not rounded; beyond the table those of its ends, or none."""
+    """The bias of each pair in float32, beyond the table that of its ends, or zero."""
     first, last = (-200, 250) if coverage == "full" else (-30, 17)
     bias = 100 + torch.randn(last - first + 1, generator=torch.Generator().manual_seed(0))
     place, m = torch.arange(block_n), torch.arange(block_m)[:, None]
     key = place if rotation == "gather" else place % 2 * (block_n // 2) + place // 2
     for start in (-37, 5, 90):
         target = torch.full((block_m, block_n), torch.nan)
-        # A round_terms that does not belong there is ignored.
+        # round_terms does not apply to a bias alone, and is ignored.
         tile = TileConstants(block_m, block_n, rotation, warps, round_terms=True, coverage=coverage, has_bias=True)
         bias_kernel[(1,)](bias, target, start, first, last, 0.7, tile)
         positions = RelativePositions(first, last, "clamp" if coverage == "clamp" else "zero")
@@ -194,12 +194,12 @@ ALONE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", ALONE)
 def test_a_bias_alone_is_not_rounded(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where products would be: out and all gradients have the accuracy of float32, with other tiles and forms in each kernel."""
+    """out and all gradients have the accuracy of float32, with different tiles and rotations in each kernel."""
     shape = {name: value for name, value in ALONE[kind].items() if name == "num_rows"}
     arguments = {name: value for name, value in ALONE[kind].items() if name != "num_rows"}
     inputs = make_inputs(1, 2, 70, 90, 16, rel_key=False, rel_bias=True, dtype=torch.float32, seed=6, **shape)
     assert inputs.rel_bias is not None
-    inputs = inputs._replace(rel_bias=20 + inputs.rel_bias)  # 80 in the unit of scores, where float16 numbers are 1 / 16 apart
+    inputs = inputs._replace(rel_bias=20 + inputs.rel_bias)  # 80 in the units of scores, where float16 has steps of 1 / 16
     round_terms(monkeypatch, True)
     tiles = {
         "forward": TileConfig(64, 32, 4, 1, rotation="registers"),
@@ -211,7 +211,7 @@ def test_a_bias_alone_is_not_rounded(kind: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_terms_beyond_float16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounded, they are its largest number: results are finite."""
+    """Terms beyond float16's range are rounded to its largest value, so that results are finite."""
     inputs = make_inputs(1, 1, 40, 40, 16, num_rows=79, dtype=torch.float16, seed=2)
     assert inputs.rel_key is not None
     query, table = 300 * inputs.query, 300 * inputs.rel_key
@@ -231,13 +231,13 @@ SCALES: dict[str, tuple[float, dict[str, Any], dict[str, Any], float]] = {
     "small and negative": (-1e-5, {"num_rows": 21, "rel_bias": True}, {"rel_scale": 0.125, "softcap": 20.0}, 1.0),
     "large": (2.0**26, {"num_rows": 21, "rel_key": False, "rel_bias": True}, {}, 1.0),
 }
-"""The scale, tensors, other arguments, and what the bias is multiplied with."""
+"""The scale, tensors, other arguments, and a factor for the bias."""
 
 
 @pytest.mark.parametrize("rotation", ["gather", "registers"])
 @pytest.mark.parametrize("case", SCALES)
-def test_scales_at_which_float16_holds_no_terms(case: str, rotation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Divided by a scale near 0 all lie beyond float16's range, by a large one most are lost below it: they stay float32."""
+def test_scales_beyond_float16(case: str, rotation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Terms divided by a scale near 0 overflow float16, by a large one they underflow: they stay float32."""
     scale, shape, arguments, bias_factor = SCALES[case]
     inputs = make_inputs(1, 2, 50, 60, 16, dtype=torch.float32, seed=3, **shape)
     inputs = inputs._replace(rel_bias=None if inputs.rel_bias is None else bias_factor * inputs.rel_bias)

@@ -1,4 +1,4 @@
-"""The search for the fastest configurations of a call: what is right and fast goes into the profile, and later calls have it."""
+"""Tuning: the fastest configuration with right results goes into the profile, and later calls use it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def call_inputs(length: int = 40, **changes: Any) -> tuple[tuple[Any, ...], dict
 
 
 def with_times(monkeypatch: pytest.MonkeyPatch, milliseconds: dict[TileConfig, float]) -> None:
-    """Configurations near the default one are those with a time, and take it."""
+    """Make the candidates those with a time, and their measured times these."""
     monkeypatch.setattr(tuning, "nearest", lambda *_: [config for config in milliseconds if config != DEFAULT])
 
     def timed(functions: list[Callable[[], object]]) -> list[float]:
@@ -46,8 +46,8 @@ def with_times(monkeypatch: pytest.MonkeyPatch, milliseconds: dict[TileConfig, f
     monkeypatch.setattr(tuning, "kernels_of", lambda *_: ["forward"])
 
 
-def test_the_fastest_right_one_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong one is not, nor one that cannot be launched, however fast they are; a later call has it, a longer one does not."""
+def test_the_fastest_right_configuration_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one with wrong results, or that cannot be launched. Later calls of the kind use it, longer ones do not."""
     wrong, fails, best = OTHERS
     with_times(monkeypatch, {DEFAULT: 10.0, best: 5.0})
     monkeypatch.setattr(tuning, "nearest", lambda *_: [wrong, fails, best])
@@ -71,7 +71,7 @@ def test_the_fastest_right_one_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         assert Call(*validation.resolve(Arguments(*tensors, **terms))).tile("forward") == expected
     (row,) = selection.load(tuning.profile_of(torch.device("cpu")), "interpreter")
     assert (row.milliseconds, row.default_milliseconds) == (5.0, 10.0)
-    with_times(monkeypatch, {DEFAULT: 10.0, OTHERS[0]: 9.9})  # a gain within noise is none
+    with_times(monkeypatch, {DEFAULT: 10.0, OTHERS[0]: 9.9})  # a gain within noise does not count
     (found,) = tuning.tune(*call_inputs()[0])
     assert found.best == DEFAULT and "stays" in str(found)
 
@@ -88,7 +88,7 @@ def test_the_fastest_right_one_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["rel_key", "rel_bias", "rel_p2c", "rel_value", "rel_query"],
 )
 def test_every_kernel_of_a_call(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], arguments: dict[str, Any]) -> None:
-    """All kernels of forward and backward are timed, and another tile is as right as the default one."""
+    """All kernels of forward and backward are timed, and another tile has right results."""
     monkeypatch.setattr(tuning, "ROUNDS", 1)
     tensors, terms = call_inputs(**changes)
     reported: list[tuning.Tuned] = []

@@ -1,6 +1,6 @@
-"""Any call is right in every way to compute it, and with any wrong argument it is refused by an error that says why.
+"""Random calls are right in each implementation, and invalid arguments raise documented errors.
 
-hypothesis draws them, the same every time; ``python -m tests.draws`` draws more.
+hypothesis draws the same calls each time; ``python -m tests.draws`` draws more.
 """
 
 from __future__ import annotations
@@ -37,29 +37,24 @@ QUICK = DOZENS[:2] if INTERPRETED else DOZENS
     "seeds", [pytest.param(seeds, marks=() if seeds in QUICK else pytest.mark.thorough) for seeds in DOZENS], ids=seeds_id
 )
 def test_draws(seeds: range) -> None:
-    """out, lse and the gradients asked for are right, and the call leaves no trace."""
+    """out, lse and the requested gradients are right, and the call changes no global state."""
     explore(samples(), in_every_way, seeds)
 
 
 BASE = Sample(batch=2, key_heads=2, num_queries=32, num_keys=32, tables=("rel_key",), positions=(-31, 31, "clamp"))
-ALIKE: tuple[dict[str, Any], ...] = (
+ONE_CHANGE: tuple[dict[str, Any], ...] = (
     *({"num_keys": 33}, {"query_offset": 5}, {"query_offset": (0, 3)}, {"is_causal": True}, {"window_size": (4, -1)}),
     *({"scale": 0.3}, {"rel_scale": 0.3}, {"softcap": 20.0}, {"dropout_p": 0.2}, {"positions": (-5, 5, "clamp")}),
     *({"positions": (-5, 5, "zero")}, {"tables": (), "positions": None}, {"width": 40}, {"value_width": 72}, {"rel_width": 24}),
     *({"tables": ("rel_key", "rel_value")}, {"tables": ("rel_key", "rel_bias")}, {"tables": ("rel_bias",)}, {"dtype": "float16"}),
-    *(
-        {"tables": ("rel_p2c",)},
-        {"group": 2, "tables": TABLES},
-        {"per_head": ("rel_key",)},
-        {"key_lengths": (32, 9)},
-        {"strided": ("query", "key")},
-    ),
+    *({"tables": ("rel_p2c",)}, {"group": 2, "tables": TABLES}, {"per_head": ("rel_key",)}, {"key_lengths": (32, 9)}),
+    {"strided": ("query", "key")},
 )
 
 
 def test_calls_that_differ_in_one_argument() -> None:
-    """What calls of the same sizes share is put together once: none gets what belongs to another, before it or after it."""
-    for changes in ({}, *ALIKE, {}):
+    """Calls share cached launch decisions: a call that differs in one argument must not get those of another."""
+    for changes in ({}, *ONE_CHANGE, {}):
         check(replace(BASE, **changes), WAYS[0])
 
 
@@ -79,7 +74,7 @@ def test_gradients_have_the_same_bits_whichever_others_are_asked_for(way: Way) -
 
 
 def test_nan_stays_in_its_sequence() -> None:
-    """In a pack it changes no other sequence, nor what others give to gradients that are not shared."""
+    """NaN in one packed sequence changes no result or gradient of the others, except in gradients of tables."""
     sample = Sample(sequences=((20, 20), (37, 37), (3, 3)), tables=("rel_key",), rel_width=16, positions=(-4, 4, "clamp"))
     names = ("out", "d_query", "d_key", "d_value", "d_rel_query")
     for way in WAYS:
@@ -109,11 +104,7 @@ KNOWN = {
         **{"num_queries": 40, "num_keys": 260, "positions": (-4, 6, "clamp"), "query_offset": 90, "tables": TABLES[:3]},
     },
     "a band of keys": {
-        "batch": 2,
-        "num_queries": 18,
-        "num_keys": 180,
-        "query_offset": (70, 85),
-        "tables": ("rel_value", "rel_p2c"),
+        **{"batch": 2, "num_queries": 18, "num_keys": 180, "query_offset": (70, 85), "tables": ("rel_value", "rel_p2c")},
     },
     "a mask of numbers": {"mask": "float32", "mask_shape": (20, 20), "tables": ("rel_key",)},
     "a scale of the table's own": {
@@ -127,7 +118,7 @@ KNOWN = {
 @pytest.mark.parametrize("name", KNOWN)
 @pytest.mark.parametrize("way", WAYS[1:2], ids=str)
 def test_calls_that_went_wrong(way: Way, name: str) -> None:
-    """Or that draws rarely have."""
+    """Calls that were wrong once, or that are rarely drawn."""
     sample = Sample(num_queries=20, num_keys=20, positions=(-5, 5, "clamp"), spoilt="nan")
     check(replace(sample, **KNOWN[name]), way)  # type: ignore[arg-type]
 
@@ -176,7 +167,7 @@ NAMES = {"torch": torch, "np": np, "math": math, "RelativePositions": RelativePo
 
 @st.composite
 def broken(draw: st.DrawFn) -> tuple[Sample, str, str]:
-    """A sample, and an argument with the expression of what it was, x, that replaces it; sometimes that is valid."""
+    """A sample, the name of an argument, and an expression of its value x that replaces it and is mostly invalid."""
     sample = replace(draw(samples()), spoilt=None)
     absent = {"attn_mask", "key_lengths"} if sample.sequences is not None else {n for n in EXPRESSIONS if "seqlen" in n}
     name = draw(st.sampled_from([name for name in EXPRESSIONS if name not in absent]))
@@ -192,7 +183,7 @@ def refused_or_accepted(call: tuple[Sample, str, str]) -> None:
         warnings.simplefilter("ignore")
         try:
             changed = eval(expression, {**NAMES, "x": x})
-        except Exception:  # x is not what the expression takes it for
+        except Exception:  # the expression is not for an x of this type
             assume(False)
     check_refused(sample, WAYS[0], {name: changed})
 
@@ -211,7 +202,7 @@ ANYTHING = st.one_of(
 @repeatable
 @given(ANYTHING, ANYTHING, st.sampled_from(["clamp", "zero", "error"]) | ANYTHING)
 def test_positions(first: Any, last: Any, outside: Any) -> None:
-    """Either they hold what was given, or a documented error says why not."""
+    """RelativePositions stores its arguments, or raises a documented error with a message."""
     try:
         positions = RelativePositions(first, last, outside)
     except (ValueError, TypeError) as error:
@@ -224,7 +215,7 @@ def test_positions(first: Any, last: Any, outside: Any) -> None:
 @repeatable
 @given(samples())
 def test_lines(sample: Sample) -> None:
-    """A sample prints as one line that a shell takes in single quotes and that is the sample again."""
+    """repr(sample) is one line without single quotes, for a shell, that evaluates to the sample."""
     line = repr(sample)
     assert "\n" not in line and "'" not in line
     assert eval(line, {"Sample": Sample}) == sample

@@ -1,8 +1,8 @@
-"""Sums over thousands of terms are rounded once: out and all eight gradients, in 16 bits, in every way to compute them.
+"""In 16 bits, sums over thousands of terms are rounded once: out and all eight gradients.
 
-All terms of a sum have one sign, and little but the sum is rounded: a sum in float32 is within one unit of the last place, one
-that is rounded to 16 bits at every tile is off by some. Plain torch's error would hide that. Through lse alone dS is P; through
-out alone the gradients of values are sums of P dO.
+All terms of a sum have one sign, and little else is rounded: a float32 sum is within one unit in the last place, while one that
+is rounded to 16 bits at each tile is several units off. Comparison with plain torch would hide that. With a gradient from lse
+alone dS is P; from out alone the gradients of values are sums of P dO.
 """
 
 from __future__ import annotations
