@@ -16,7 +16,7 @@ from bench.report.rows import STAMP, read
 
 @pytest.mark.thorough
 def test_compile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A row per kernel, in the order in which they were asked for, and a summary."""
+    """One row per kernel, in the requested order, and a summary."""
     path = tmp_path / "rows.csv"
     wanted = ("--targets", "sm_90,gfx942", "--features", "none,full", "--kernels", "forward", "--head-dims", "64")
     assert main(["compile", *wanted, "--jobs", "1", "--csv", str(path)]) == 0

@@ -1,4 +1,4 @@
-"""Configurations that do not fit: a GPU with little shared memory, played by what records the launches."""
+"""Configurations that do not fit in a simulated GPU's small shared memory are replaced by smaller ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LENGTH, LIMIT = 512, 16_000
 
 @contextmanager
 def little_memory(limit: int) -> Iterator[list[Launch]]:
-    """Record launches of sm_90 whose programs can have so many bytes of shared memory."""
+    """Record launches for a sm_90 with this limit of shared memory in bytes."""
     with recorded_launches("sm_90") as launches:
         record = CompiledKernel.run
 
@@ -47,7 +47,7 @@ def nothing_replaced() -> Iterator[None]:
 @pytest.mark.thorough
 @pytest.mark.parametrize("features", ["clamp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("full_causal", "none"))])
 def test_a_smaller_one_takes_its_place(features: str) -> None:
-    """In all kernels, with a warning that says which; grids follow; later calls, of other lengths too, begin with it."""
+    """All kernels get a smaller configuration, with a warning and matching grids; later calls use it at once."""
     tensors, spec = call(features, torch.bfloat16, 64, length=LENGTH)
     d_lse, softmax_stats = torch.empty(tensors.query.shape[:3]), torch.empty(*tensors.query.shape[:2], 2, LENGTH)
     with little_memory(LIMIT) as launches:
@@ -71,7 +71,7 @@ def test_a_smaller_one_takes_its_place(features: str) -> None:
 
 @pytest.mark.thorough
 def test_nothing_fits() -> None:
-    """Triton's error once there is nothing smaller, and at once for a configuration that was asked for."""
+    """Triton's error is raised if no smaller configuration is left, and at once for a requested configuration."""
     tensors, spec = call("full", torch.bfloat16, 64, length=LENGTH)
     with little_memory(10), pytest.raises(OutOfResources), pytest.warns(RuntimeWarning, match="does not fit"):
         forward(tensors, spec)
@@ -81,8 +81,8 @@ def test_nothing_fits() -> None:
 
 
 def test_smaller_ones_stay_valid() -> None:
-    """Down to the smallest, with a table and without."""
-    in_registers = TileConfig(128, 64, 8, 2, rotation="registers")  # there a warp has at least 16 rows
+    """Halving a configuration gives valid ones, down to the smallest."""
+    in_registers = TileConfig(128, 64, 8, 2, rotation="registers")  # whose warps have at least 16 rows
     for config in (TileConfig(128, 64, 8, 3), TileConfig(64, 64, 4, 1), TileConfig(32, 16, 4, 2, None), in_registers):
         steps = 0
         smaller: TileConfig | None = config

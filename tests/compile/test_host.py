@@ -1,4 +1,4 @@
-"""Time of the host, by ``python -m bench host``."""
+"""``python -m bench host``, which measures the time of the host code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from triton_relattn import _implementations as implementations
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", host.KINDS)
 def test_what_is_measured(kind: str) -> None:
-    """Parts are not longer than the whole, and nothing is left changed."""
+    """Parts take less time than the whole, and patches are undone."""
     before = implementations._why_no_kernels
     found = host.measure(kind, 2)
     assert implementations._why_no_kernels is before and tuple(found) == host.COLUMNS

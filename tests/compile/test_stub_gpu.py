@@ -1,7 +1,7 @@
-"""Calls through Triton's own launcher, on a stub of CUDA's driver: what a GPU would receive.
+"""Calls through Triton's own launcher on a stub of CUDA's driver, which records what a GPU would receive.
 
-tests/compile/test_launches.py compares the arguments of launches with what they have to be, for every GPU and without a driver.
-Here they go on through the launcher's C code, as it packs, loads and launches on NVIDIA's GPUs.
+tests/compile/test_launches.py checks the arguments of launches for all GPUs without a driver. Here they pass through the
+launcher's C code for NVIDIA GPUs, which packs arguments, loads modules and launches kernels.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GP
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> None:
-    """Not here: nothing is written to results."""
+    """Disabled: nothing is written to results."""
 
 
 @pytest.fixture(autouse=True)
 def kernels_for_an_absent_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Calls take the kernels, in configurations for sm_90; nothing is kept from earlier tests."""
+    """Calls use the kernels in configurations for sm_90, with empty caches."""
     for module in (implementations, grids):
         monkeypatch.setattr(module, "choose_implementation", lambda *_, **__: implementations.TRITON)
     monkeypatch.setattr(selection, "_smaller", {})
@@ -104,7 +104,7 @@ CALLS: dict[str, tuple[Callable[[], Work], set[str]]] = {
 
 
 def agree(gpu: StubGPU) -> None:
-    """Assert that the driver was told what the launcher was given, and that pointers and grids are there."""
+    """Assert that the driver received the launcher's arguments, and plausible grids."""
     for launch in gpu.launches:
         assert launch.parameters == launch.given and launch.parameters, launch
         assert launch.grid[0] > 0 and launch.threads in (64, 128, 256), launch
@@ -112,8 +112,7 @@ def agree(gpu: StubGPU) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_every_kind_of_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver takes all launches, with the arguments that they have in Python. A second call launches the same, and neither
-    compiles nor loads."""
+    """The driver receives all launches with their arguments. A second call launches the same without compiling or loading."""
     make, kernels = CALLS[name]
     work = make()
     with stub_gpu() as gpu:
@@ -123,7 +122,7 @@ def test_every_kind_of_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         first, modules = list(gpu.launches), gpu.modules
         assert {launch.name for launch in first} == kernels
         gpu.launches.clear()
-        monkeypatch.setattr(JITFunction, "_do_compile", None)  # whoever calls it fails
+        monkeypatch.setattr(JITFunction, "_do_compile", None)  # calling it fails
         work()
         agree(gpu)
         assert gpu.modules == modules
@@ -135,7 +134,7 @@ def test_every_kind_of_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_parts_of_a_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each part is launched with places of its own, by kernels that are loaded once."""
+    """Each part is launched with different pointers, by kernels that are loaded once."""
     monkeypatch.setenv(planning.VARIABLE, str(2 * 1024**2))
     work = call(512, heads=8)
     with stub_gpu() as gpu:
@@ -146,9 +145,7 @@ def test_parts_of_a_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_little_shared_memory() -> None:
-    """Of 90,000 bytes: a configuration that does not fit is replaced, with a warning; the next call has the smaller one
-    at once.
-    """
+    """A configuration that does not fit in 90,000 bytes is replaced with a warning; the next call uses the smaller one."""
     work = call(256, width=128)
     with stub_gpu(most_shared=90_000) as gpu:
         with pytest.warns(RuntimeWarning, match="does not fit this GPU .*90000.* is used instead"):
@@ -179,7 +176,7 @@ def test_two_devices_and_streams() -> None:
 
 
 class Reads(TorchDispatchMode):
-    """Notes what needs numbers of a tensor on the host: on a GPU it would wait, and no graph could be captured."""
+    """Records operations that need values on the host: on a GPU they wait, and prevent capturing a graph."""
 
     NAMES = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique")
 
@@ -198,7 +195,7 @@ class Reads(TorchDispatchMode):
     "name", ["full", "p2c", "own query, grouped heads, causal", "mask, window", "decode, split keys", "grid"]
 )
 def test_a_graph_can_be_captured(name: str) -> None:
-    """After a warm-up nothing is loaded, waited for or read."""
+    """After a warm-up, a call loads no modules, waits for nothing and reads no values."""
     work = CALLS[name][0]()
     with stub_gpu() as gpu:
         work()
@@ -216,7 +213,7 @@ def test_reads_are_noticed() -> None:
 
 
 def test_threads() -> None:
-    """Each one's launches have its own arguments, whoever compiles first."""
+    """Concurrent threads launch with their own arguments."""
     works = [call(32 + 16 * number, num_rows=None, grad=False) for number in range(4)]
     with stub_gpu() as gpu, ThreadPoolExecutor(4) as pool:
         for future in [pool.submit(work) for _ in range(5) for work in works]:

@@ -73,9 +73,7 @@ def storage_with_view(length: int, dtype: torch.dtype = torch.float32) -> tuple[
     ],
     ids=["right", "load_beyond", "load_before", "load_between", "store_beyond", "two_writers"],
 )
-def test_forbidden_accesses(
-    step: int, shift: int, stride: int, targets: int, expected: str | None
-) -> None:
+def test_forbidden_accesses(step: int, shift: int, stride: int, targets: int, expected: str | None) -> None:
     source = torch.ones(104, 2)[2:52, 0]
     storage, target = storage_with_view(targets)
     with recorded() as launches:
