@@ -172,7 +172,7 @@ SMALL = (10, 70, -4, 4, 30)
 @pytest.mark.thorough
 @pytest.mark.parametrize("p2c", [False, True], ids=["", "p2c"])
 @pytest.mark.parametrize(
-    ("apart", "sizes", "packed"),
+    ("spread", "sizes", "packed"),
     [
         pytest.param(ENTRIES, (3, 1, *SMALL), False, id="entry"),
         pytest.param(HEADS, (1, 3, *SMALL), False, id="head"),
