@@ -2,9 +2,9 @@
 
     python -m examples.context_parallel --ranks 4
 
-Both are compared with one process, in float64: losses and gradients of all parameters, step by step. Each rank sees its positions
-alone: attention gathers keys and values, Parakeet's convolution gets the edges of its neighbours, and all the rest is by
-position. Printed are the greatest differences, and what each rank has sent for attention.
+Both are compared with one process in float64: losses and gradients of all parameters at each step. Each rank has only its own
+positions: attention gathers keys and values, Parakeet's convolution gets the edges of its neighbours, and all other layers work
+by position. The output has the largest differences, and the bytes that each rank has sent for attention.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from triton_relattn._core.sizes import Parser
 from triton_relattn.nn import parallel
 
 STEPS = 3
-EDGE = 4  # positions that Parakeet's convolution takes of either neighbour
+EDGE = 4  # positions of each neighbour that Parakeet's convolution needs
 
 
 class Counted(TorchDispatchMode):
-    """The messages of attention that this rank sends to others, while it lasts."""
+    """Counts the elements that this rank sends to others for attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Counted(TorchDispatchMode):
 
 
 def train(model: nn.Module, loss: Callable[[int], torch.Tensor]) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses of some steps, and the gradients of the last: sums over all ranks, as the parts that they are."""
+    """Losses of some steps, and the gradients of the last one, summed over all ranks."""
     optimizer, losses = torch.optim.SGD(model.parameters(), 0.05), []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -69,7 +69,7 @@ def train(model: nn.Module, loss: Callable[[int], torch.Tensor]) -> tuple[list[f
 
 
 def music(length: int, is_spread: bool) -> tuple[nn.Module, Callable[[int], torch.Tensor]]:
-    """A Music Transformer and its loss, of the rank's part of the sequences or of whole ones."""
+    """A Music Transformer, and its loss for the rank's part of the sequences or for whole ones."""
     settings = Settings(length=length, distances=32, batch=2, width=32, layers=2, dropout=0.0, chorales=4)
     torch.manual_seed(0)
     model, chorales = MusicTransformer(settings).double(), load(settings.chorales)
@@ -104,7 +104,7 @@ class Gather(torch.autograd.Function):
 
 
 def with_neighbours(states: torch.Tensor, width: int) -> torch.Tensor:
-    """(B, C, N) with so many positions of the ranks before and behind on either side, zeros beyond the ends."""
+    """(B, C, N) padded with positions of the previous and the next rank, with zeros beyond the ends."""
     edges: Any = Gather.apply(torch.cat((states[..., :width], states[..., -width:]), -1))
     rank, zeros = dist.get_rank(), torch.zeros_like(states[..., :width])
     before = edges[rank - 1][..., width:] if rank > 0 else zeros
@@ -113,7 +113,7 @@ def with_neighbours(states: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def with_operator(layer: Any, length: int, is_spread: bool) -> None:
-    """Have a layer of Parakeet attend by the operator; spread, work on the rank's positions of length."""
+    """Make a Parakeet layer attend with the operator, and if is_spread on the rank's part of length positions."""
     attention, convolution = layer.self_attn, layer.conv.depthwise_conv
     heads = (-1, attention.head_dim)
     operator: Any = fused_relative_attention
@@ -175,7 +175,7 @@ MODELS = {"Music Transformer": music, "Parakeet layer": parakeet}
 
 
 def worker(rank: int, ranks: int, length: int, folder: str) -> None:
-    """Train each model alone and with the others, and compare."""
+    """Train each model in one process and over all ranks, and compare."""
     torch.set_num_threads(1)
     expected = {name: train(*make(length, False)) for name, make in MODELS.items()}
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
@@ -191,7 +191,7 @@ def worker(rank: int, ranks: int, length: int, folder: str) -> None:
         if not max(loss, gradient) < 1e-9:
             raise RuntimeError(f"{name}: rank {rank} differs by {loss} and {gradient}")
     dist.barrier()
-    os._exit(0)  # at once: threads of torch now and then abort a process that ends by itself
+    os._exit(0)  # torch's threads sometimes abort a process that exits normally
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The CSV files of runs, and the figures and the table made of them."""
+"""CSV files of runs, and figures and a table made from them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def read_csv(path: Path) -> list[dict[str, str]]:
 
 
 def curve(rows: Sequence[Row], column: str) -> tuple[list[int], list[float]]:
-    """Steps and losses; those of training as means from one validation to the next, as a single batch says little."""
+    """Steps and losses; training losses are means between validations."""
     steps, losses, since = [], [], []
     for row in rows:
         since.append(float(row["train"]))
@@ -185,12 +185,12 @@ def draw_summary(folders: Iterable[Path], path: Path) -> None:
 
 
 def _name(axes: Any, text: str, end: tuple[int, float], color: str) -> None:
-    """Write a line's name behind its end."""
+    """Write a line's name after its end."""
     axes.annotate(text, end, (8, 0), textcoords="offset points", va="center", color=color, fontsize=SMALL)
 
 
 def difference(first: Path, second: Path) -> str:
-    """Markdown: how far the losses of two runs are apart at most, over a quarter of the steps, half of them, and all."""
+    """Markdown: the largest differences of the losses of two runs, over a quarter, a half and all of the steps."""
     rows = list(zip(*(read_csv(folder / CURVE) for folder in (first, second)), strict=False))
     columns = ("train", "validation", "validation_twice")
     lines = [f"| steps | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]

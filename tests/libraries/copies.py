@@ -1,4 +1,4 @@
-"""Attention of packages that is found by its structure, built of the packages' own files, at a small and at its usual size."""
+"""Attention of packages that enable() finds by its structure, built from the packages' files at a small and at the usual size."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from torch import nn
 from tests.libraries.standins import absent, bare
 
 LENGTH = 363
-"""Two sequences of it have 2**19 scores in two heads, from which on a CPU uses the operator; two grids of 32 x 32 have 2**22."""
+"""With two sequences of this length and two heads there are 2**19 scores, from which on a CPU uses the operator."""
 REAL = torch.arange(LENGTH) < torch.tensor([LENGTH, 200])[:, None]
-"""Positions of two sequences that are no padding."""
+"""The positions of two sequences that are not padding."""
 
 
 @dataclass(frozen=True)
 class Copy:
     """A package's attention.
 
-    name: for the docs. package: in Python. build: makes a module of settings. small: settings for a comparison; given: its
-    arguments. usual: settings of published models; at: the length that memory is counted at. counts: positions of the output that
-    are compared; None: all. part: the attention inside the module of the usual settings.
+    name: in the docs. package: in Python. build: makes a module from settings. small: settings for a comparison, and given the
+    arguments for it. usual: settings of published models, and at the length for which memory is counted. counts: the positions of
+    the output that are compared, None for all.
     """
 
     name: str
@@ -88,7 +88,7 @@ def segment_anything(**settings: Any) -> nn.Module:
 
 
 def cellpose(**settings: Any) -> nn.Module:
-    """Its model around an encoder of segment-anything, all of whose layers it makes global."""
+    """The model that makes all layers of a segment-anything encoder global."""
     encoder = segment_anything(use_rel_pos=True, **settings)
     sys.modules["segment_anything"].sam_model_registry = {"vit_l": lambda _: SimpleNamespace(image_encoder=encoder)}  # type: ignore[attr-defined]
     bare("cellpose")

@@ -1,4 +1,4 @@
-"""Attention of packages that is found by its structure: replaced, with equal outputs and gradients; and what docs say of it."""
+"""Attention that enable() finds by its structure: equal outputs and gradients, and the memory that the docs state."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ all_copies = pytest.mark.parametrize(
 
 @all_copies
 def test_copies_are_equal(kind: Copy) -> None:
-    """The whole encoder, or the attention where the package has no encoder of its own, in float64."""
+    """The encoder, or the attention if the package has no encoder, in float64."""
     torch.manual_seed(0)
     model = varied(kind.build(**kind.small)).double().eval()
     given = kind.given()
@@ -48,7 +48,7 @@ def test_copies_are_equal(kind: Copy) -> None:
 
 @all_copies
 def test_memory_in_the_docs(kind: Copy) -> None:
-    """A layer at its usual size: square in the length before, linear after, and as docs/enable.md says."""
+    """A layer's memory at the usual size is quadratic before, linear after, and as docs/enable.md states."""
     with torch.device("meta"):
         model = kind.build(**kind.usual)
     report = enable(model, lengths=(kind.at // 2, kind.at))
@@ -65,7 +65,7 @@ def test_memory_in_the_docs(kind: Copy) -> None:
 
 @pytest.mark.skipif(not is_installed("funasr"), reason="not installed: make test-libraries")
 def test_funasr_s_other_classes() -> None:
-    """The older shift is served where no term is for the future, a mask of numbers, too; chunks are left alone."""
+    """The older shift is replaced if it has no terms for the future; chunked attention is not."""
     funasr(n_head=2, n_feat=16, dropout_rate=0.0)
     file = "funasr.models.transformer.attention"
     legacy, chunks = (
@@ -98,7 +98,7 @@ def test_chatterbox_with_a_cache() -> None:
 
 @pytest.mark.skipif(not is_installed("timm"), reason="not installed: make test-libraries")
 def test_timm_s_other_models() -> None:
-    """What is recognised and not replaced says what to do."""
+    """Recognised attention that is not replaced gets a message with advice."""
     timm(img_size=28, patch_size=4, embed_dim=24, depth=1, num_heads=2, use_rel_pos=True)
     swin = load_class("timm.models.swin_transformer", "SwinTransformer")
     message = refusal(swin(img_size=32, embed_dim=8, depths=(1, 1), num_heads=(2, 2), window_size=4))

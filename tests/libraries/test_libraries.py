@@ -1,4 +1,4 @@
-"""Models of libraries compute the same when enabled: outputs, gradients, losses; in linear memory."""
+"""Enabled models of libraries have equal outputs and gradients, in linear memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.tolerance import assert_near
 
 
 def parametrize_models(*models: Model) -> Any:
-    """Parametrize by models; where a library is not installed the test is skipped."""
+    """Parametrise by models; skipped if the library is not installed."""
 
     def case(model: Model) -> Any:
         missing = pytest.mark.skipif(
@@ -97,25 +97,25 @@ DROPOUT: dict[str, dict[str, Any]] = {
 
 @named(*DROPOUT)
 def test_dropout(kind: Model) -> None:
-    """Stock attention is made to drop what the operator drops."""
+    """With the operator's dropout mask in stock attention, results are equal."""
     model, given = kind.make(**DROPOUT[kind.name]).train(), kind.arguments(LENGTH, PADDED)
     with in_float64(), operators_dropout(HEADS):
         stock = results(model, given)
-    kind.integration.enable(model)  # outside in_float64, whose softmax is another function, which the integration would import
+    kind.integration.enable(model)  # outside in_float64, which replaces softmax: the integration would import that
     with in_float64():
         ours = results(model, given)
         assert (results(model, given, seed=5)["out"] - ours["out"]).abs().max() > 0.01, "nothing is dropped"
     assert_same(ours, stock)
 
 
-@parametrize_models(*(model for model in MODELS if model.name != "cosyvoice chunks"))  # whose mask for all pairs is the user's
+@parametrize_models(*(model for model in MODELS if model.name != "cosyvoice chunks"))  # where the user's mask is quadratic
 def test_nothing_quadratic(kind: Model) -> None:
-    """No tensor has two dimensions as long as the sequence, and the largest one grows with the length."""
+    """No tensor has two dimensions of the sequence's length, and the largest one grows linearly."""
     found = {}
     for enabled, length in ((True, 600), (True, 1200), (False, 600)):
         model = kind.make(torch.float32)
         if enabled:
-            kind.integration.enable(model, check_calls=False)  # which would run the stock forward
+            kind.integration.enable(model, check_calls=False)  # no comparison with the stock forward
         given = kind.arguments(length, [length, length - 7], torch.float32)
         with Sizes() as found[enabled, length]:
             results(model, given)
@@ -127,7 +127,7 @@ def test_nothing_quadratic(kind: Model) -> None:
 
 @some_models
 def test_copies_and_pickles(kind: Model) -> None:
-    """They stay enabled, and independent."""
+    """Copies and pickles of enabled models stay enabled, and are independent."""
     model = kind.make(torch.float32)
     given = kind.arguments(LENGTH, PADDED, torch.float32)
     for module in model.modules():
@@ -136,7 +136,7 @@ def test_copies_and_pickles(kind: Model) -> None:
     other = copy.deepcopy(model)
     kind.integration.disable(other)
     assert runs_the_operator(model, given) and not runs_the_operator(other, given)
-    if kind.library != "x_transformers":  # which has functions without a name
+    if kind.library != "x_transformers":  # its lambdas cannot be pickled
         file = io.BytesIO()
         torch.save(model, file)
         loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
@@ -145,7 +145,7 @@ def test_copies_and_pickles(kind: Model) -> None:
 
 @some_models
 def test_a_part(kind: Model) -> None:
-    """One attention, or its layer: the rest of the model makes masks for all pairs, which are then used."""
+    """A single attention can be enabled or disabled; it uses the masks of the rest of the model."""
     model, given = kind.make(), kind.arguments(LENGTH, PADDED)
     stock = computed(model, given)
     name = next(iter(reversed(kind.integration.enable(model))))
@@ -160,7 +160,7 @@ def test_a_part(kind: Model) -> None:
 
 @all_models
 def test_unknown_arguments_are_refused(kind: Model) -> None:
-    """No enabled class swallows an argument that it does not know, as a later version of its library may have one."""
+    """Enabled classes raise an error for unknown arguments, such as those of later versions."""
     model, given = kind.make(), kind.arguments(LENGTH, WHOLE)
     enabled = kind.integration.enable(model)
     calls: dict[Any, tuple[Any, Any]] = {}

@@ -1,7 +1,7 @@
-"""Decode PTX for the core: which operation each instruction is, on which registers.
+"""Decode PTX for the core: the operation and the registers of each instruction.
 
-An instruction is a result for each lane, listed with its opcode in core/lanewise.def, or one of the families below, each a
-function with the pattern of its opcodes. What is neither raises UnknownPTX.
+Instructions either compute one result per lane and are listed in core/lanewise.def, or belong to one of the families below, each
+a method with a pattern of opcodes. All others raise UnknownPTX.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Lanewise(NamedTuple):
 
 
 def _expanded(opcodes: str) -> list[str]:
-    """Write alternatives in braces out: "add{,.rn}.f32" is two opcodes."""
+    """Expand alternatives in braces: "add{,.rn}.f32" is two opcodes."""
     parts = re.split(r"\{([^}]*)\}", opcodes)
     choices = [part.split(",") if index % 2 else [part] for index, part in enumerate(parts)]
     return ["".join(choice) for choice in itertools.product(*choices)]
@@ -81,7 +81,7 @@ def lanewise() -> dict[tuple[str, int], Lanewise]:
 
 
 class Decoded(NamedTuple):
-    """An operation and its operands, of which the first ones are results."""
+    """An operation and its operands, results first."""
 
     operation: str | int
     operands: Sequence[Operand]
@@ -138,7 +138,7 @@ class Decoder:
         """Decode a declaration or an instruction.
 
         Raises:
-            UnknownPTX: it is not known, or an operand is none.
+            UnknownPTX: it is not known, or an operand is invalid.
         """
         text = statement.text
         if text.startswith(".reg "):
@@ -177,10 +177,10 @@ class Decoder:
         self.instructions.append(made)
 
     def decode(self, opcode: str, operands: list[str]) -> Decoded:
-        """Find out what an opcode is.
+        """Decode an instruction by its opcode.
 
         Raises:
-            UnknownPTX: nothing that the emulator knows.
+            UnknownPTX: the emulator does not know it.
         """
         if opcode in ("mov.b32", "mov.b64") and operands[0].startswith("{"):
             return Decoded("UNPACK", self.all(operands), 2, (int(opcode[-2:]) // 2,))
@@ -194,7 +194,7 @@ class Decoder:
         raise UnknownPTX(f"unknown instruction {opcode} with {len(operands)} operands")
 
     def lanes(self, listed: Lanewise, operands: list[str], converts: bool) -> Decoded:
-        """Decode a result for each lane, from registers as wide as its types say."""
+        """Decode an instruction that computes one result per lane."""
         decoded = [self.operand(text) for text in operands]
         for place, (text, kind) in enumerate(zip(operands, listed.types, strict=True)):
             _, bits = self.registers.get(text.removeprefix("!"), (0, BITS[kind]))
@@ -212,7 +212,7 @@ class Decoder:
             raise UnknownPTX(f"unknown operand {name}") from None
 
     def operand(self, text: str) -> Operand:
-        """Decode a register, a predicate's opposite, "_" for no result, or a number."""
+        """Decode a register, a negated predicate, "_" for no result, or a number."""
         if text == "_":
             return Operand(SINK)
         if text.startswith("!"):
@@ -353,7 +353,7 @@ def decode(ptx: str) -> Program:
     """Decode a kernel.
 
     Raises:
-        UnknownPTX: it has something that the emulator does not know.
+        UnknownPTX: it has an instruction that the emulator does not know.
     """
     source = read(ptx)
     decoder = Decoder({parameter.name: parameter.offset for parameter in source.parameters})

@@ -1,10 +1,7 @@
-"""Triton's own launcher, the C code of its driver, on a stub of CUDA's driver: kernels are compiled, loaded and
-launched, and run by
-nobody.
+"""Triton's own launcher, its C code included, on a stub of CUDA's driver: kernels are compiled, loaded and launched, but not run.
 
-absent_gpu.py replaces the launch; here it happens, up to cuLaunchKernelEx. So what is seen is what a GPU would receive:
-the values of
-a kernel's parameters, grid, shared memory, stream, context. What a driver would refuse raises as it would there.
+absent_gpu.py replaces launches; here they reach cuLaunchKernelEx. The stub records what a GPU would receive: the values of a
+kernel's parameters, grid, shared memory, stream and context. It returns the errors that a driver would return.
 
 with stub_gpu() as gpu:
     kernel[grid](...)  # any Triton kernel, on CPU tensors
@@ -47,7 +44,7 @@ FORMATS |= {"u1": "B", "u8": "B", "u16": "H", "u32": "I"}
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch, as the driver was told. given: what the kernel was called with in Python, in the order of parameters."""
+    """A launch as the driver received it. given: the arguments in Python, in the order of parameters."""
 
     name: str
     device: int
@@ -60,7 +57,7 @@ class Launch:
     given: tuple[float, ...]
 
     def numbers(self) -> list[float]:
-        """Return the parameters that are no pointers."""
+        """Return the parameters that are not pointers."""
         return [value for kind, value in zip(self.types, self.parameters, strict=True) if not kind.startswith("*")]
 
 
@@ -78,7 +75,7 @@ OBSERVER = ctypes.CFUNCTYPE(None, ctypes.POINTER(_Config), ctypes.c_void_p, ctyp
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Build the stub, and load it before Triton loads a driver: its C code then finds this one by its name.
+    """Build the stub, and load it before Triton loads a driver, so that Triton's C code finds it by its name.
 
     Raises:
         RuntimeError: there is a GPU, or no C compiler.
@@ -126,12 +123,12 @@ class StubGPU:
 
     @property
     def modules(self) -> int:
-        """How many modules have been loaded in this process."""
+        """The number of modules loaded in this process."""
         return int(self.library.stub_modules())
 
     @property
     def waits(self) -> int:
-        """How often something would have waited for the GPU."""
+        """The number of operations that would have waited for the GPU."""
         return int(self.library.stub_waits())
 
     def count(self) -> int:
@@ -143,13 +140,13 @@ class StubGPU:
         return [float(self.library.stub_time(number)) for number in range(first, self.count())]
 
     def limit_shared_memory(self, size: int) -> None:
-        """Let programs have so many bytes of shared memory."""
+        """Limit the shared memory of programs to this many bytes."""
         self.library.stub_set_most_shared(size)
         compiler.max_shared_mem.cache_clear()
 
 
 def flat(types: Any, values: Any) -> Iterator[tuple[str, Any]]:
-    """Return type and value of each parameter: groups are taken apart, constants left out."""
+    """Return type and value of each parameter, with groups flattened and without constants."""
     for kind, value in zip(types, values, strict=True):
         if isinstance(kind, tuple):
             yield from flat(kind, value)
@@ -158,7 +155,7 @@ def flat(types: Any, values: Any) -> Iterator[tuple[str, Any]]:
 
 
 def number(kind: str, value: Any) -> float:
-    """Return what a parameter has to be: a pointer, or the value in its type."""
+    """Return the expected parameter: a pointer, or the value in its type."""
     if kind.startswith("*"):
         return int(value.data_ptr())
     rounded: float = struct.unpack(FORMATS[kind], struct.pack(FORMATS[kind], value))[0]
@@ -177,7 +174,7 @@ _given = threading.local()
 
 
 class _Launcher(nvidia.CudaLauncher):  # type: ignore[misc]
-    """Triton's launcher, which notes first what it is given."""
+    """Triton's launcher, which first records its arguments."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
         super().__init__(source, metadata)

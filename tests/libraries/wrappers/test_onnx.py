@@ -1,4 +1,4 @@
-"""ONNX graphs of enabled models: they have the stock forward, and take every length where stock graphs do."""
+"""ONNX graphs of enabled models contain the stock forward, and accept all lengths."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Packages that have models of transformers inside, and what people do with an enabled model: adapters, offloading.
+"""Packages that contain models of transformers, and adapters and offloading of enabled models.
 
-In a process of its own, with the real transformers, which other tests of libraries replace by a stand-in.
+They run in a separate process, with the real transformers, which other tests of libraries replace.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Run = Callable[[Any], torch.Tensor]
 
 
 def saved(folder: Path, kind: str, sizes: dict[str, Any]) -> str:
-    """A model of transformers with a tokenizer, in a folder."""
+    """Save a model of transformers with a tokenizer in a folder."""
     import tokenizers
     import transformers
 
@@ -168,7 +168,7 @@ def test_wrappers(make: Any, tmp_path: Path) -> None:
     with Sizes() as sizes:
         ours = computed(model, run)
     assert sizes.ours
-    if len(expected) == 1:  # a scorer computes without gradients
+    if len(expected) == 1:  # a scorer has no gradients
         assert_near("out", ours["out"], expected["out"])
     else:
         assert_same(ours, expected)
@@ -184,7 +184,7 @@ def t5() -> tuple[Any, torch.Tensor]:
 
 @pytest.mark.parametrize("before", [True, False])
 def test_adapters_of_peft(before: bool) -> None:
-    """Added before or after: they count, and learn."""
+    """Adapters added before or after enable() change the output, and get gradients."""
     import peft
 
     model, tokens = t5()
@@ -202,7 +202,7 @@ def test_adapters_of_peft(before: bool) -> None:
 
 
 def test_offloading_of_accelerate() -> None:
-    """Before enable and after: its hooks replace the forward of modules with weights of their own, as T5's attention has none."""
+    """Offloading before or after enable(); its hooks replace forwards only of modules with weights, so not T5's attention."""
     import accelerate
 
     model, tokens = t5()
