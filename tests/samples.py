@@ -105,7 +105,7 @@ class Sample:
     strided: tuple[str, ...] = ()
     """Tensors with unusual strides, padding between elements, and perhaps dimensions of stride 0."""
     in_order: bool = False
-    """Strided tensors have the usual order of dimensions and dense rows, which are an odd number of elements apart."""
+    """Strided tensors have the usual order of dimensions, dense rows, and an odd stride of rows."""
     spoilt: str | None = None
     """Content ("nan" or "inf") of table rows that no pair has, and of keys and values that no query sees."""
     mode: str = "grad"

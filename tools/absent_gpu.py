@@ -28,7 +28,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 HOOK_IS_IN_KEYS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
-"""Whether Triton's caches tell apart what was compiled with a hook in its pipeline."""
+"""Whether the keys of Triton's caches contain a hook of its pipeline."""
 
 
 def gpu_target(name: str) -> GPUTarget:
@@ -59,7 +59,7 @@ class AbsentGPU(DriverBase):
         raise RuntimeError("nothing can be timed on a GPU that is not there")
 
     def get_current_device(self) -> Any:
-        return (self.target.backend, self.target.arch)  # keeps the compiled kernels of several targets apart
+        return (self.target.backend, self.target.arch)  # separates the compiled kernels of several targets
 
     def set_current_device(self, device: Any) -> None:
         pass

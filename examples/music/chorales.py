@@ -22,7 +22,7 @@ from .tokens import HOLD, REST, STEP, VOCABULARY, VOICES, voice_tokens
 EDGE = VOCABULARY  # stands before the first token of a chorale; it is read, never predicted
 IGNORED = -100  # targets behind the last token
 PARTS = ("Soprano", "Alto", "Tenor", "Bass")
-TUNE = 8  # so many intervals of the soprano tell one hymn tune from another
+TUNE = 8  # the number of intervals of the soprano that identify a hymn tune
 Batch = tuple[torch.Tensor, torch.Tensor]
 """Inputs and targets, (windows, length) int64: the token before, and the token."""
 
@@ -54,7 +54,7 @@ class Split:
 
 
 def load(count: int = 0) -> list[Chorale]:
-    """The first so many chorales, 0: all 365. Parsing all takes a minute or two, so their tokens are kept in the cache folder."""
+    """The first chorales, or for 0 all 365. Parsing takes a minute or two, so that tokens are stored in the cache folder."""
     folder = cache_folder()
     if folder is None:
         found = _parse(count)

@@ -10,7 +10,7 @@ import torch
 
 from triton_relattn.kernels.config.architectures import ARCHITECTURES, architecture_of, rounds_terms
 from triton_relattn.kernels.config.selection import COVERAGES, Kind, Row, call_kind, defaults, select
-from triton_relattn.kernels.config.tile_config import KERNELS
+from triton_relattn.kernels.config.tile_config import KERNELS, TileConfig
 
 TERM_SETS = ("none", "rel_value", "rel_p2c", "rel_query", "narrow rel_query", "rel_key and rel_bias", "rel_bias", "grid")
 ARCHS = (*ARCHITECTURES, "interpreter", "sm_70")
@@ -72,3 +72,17 @@ def test_unknown_architectures(caplog: pytest.LogCaptureFixture) -> None:
         assert [record.getMessage() for record in caplog.records] == [
             f"the kernels have no configurations for {arch}; small tiles are used, which are slow"
         ]
+
+
+def test_smaller_configurations_are_valid() -> None:
+    """Halving a configuration gives valid ones, down to the smallest."""
+    in_registers = TileConfig(128, 64, 8, 2, rotation="registers")  # whose warps have at least 16 rows
+    for config in (TileConfig(128, 64, 8, 3), TileConfig(64, 64, 4, 1), TileConfig(32, 16, 4, 2, None), in_registers):
+        steps = 0
+        smaller: TileConfig | None = config
+        while smaller is not None:
+            assert smaller.why_invalid("sm_90", True) is None
+            assert (smaller.carry, smaller.rotation) == (config.carry, config.rotation)
+            assert smaller.num_warps == config.num_warps or smaller.num_warps * 16 == smaller.block_m
+            last, smaller, steps = smaller, smaller.smaller(), steps + 1
+        assert (last.block_m, last.block_n, last.num_stages) == (16, 16, 1) and steps < 9

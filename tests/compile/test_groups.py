@@ -1,4 +1,4 @@
-"""Groups of arguments, and recompilation: for kinds of lengths, but not for each length or part of a workspace."""
+"""Groups of arguments, and recompilation, which depends on kinds of lengths only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import triton.language as tl
 from bench.compiled import recorded_launches
 from triton_relattn import RelativePositions, fused_relative_attention, kernels, testing
 from triton_relattn import _implementations as implementations
-from triton_relattn.kernels.workspace import planning
 
 
 def groups() -> dict[str, type[Any]]:
@@ -56,10 +55,3 @@ def test_a_length_of_a_known_kind_compiles_nothing(lengths: tuple[int, int], lik
     compiled = set(compiled_for(lengths)) | set(compiled_for(likewise))
     further = {(33, 48): (83, 96), (48, 33): (96, 90), (1, 40): (1, 90), (32, 48): (96, 112)}[lengths]
     assert set(compiled_for(further)) <= compiled
-
-
-@pytest.mark.usefixtures("by_kernels")
-def test_parts_of_a_workspace_share_their_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(planning.VARIABLE, str(200 * 2 * 64 * 64))  # 200 heads, more than there are multiprocessors
-    found = compiled_for((64, 64), batch=400)
-    assert 2 * len(set(found)) < len(found)

@@ -81,7 +81,7 @@ def test_memory_of_the_workspace(has_window: bool, monkeypatch: pytest.MonkeyPat
 @pytest.mark.thorough
 @pytest.mark.parametrize(("table", "shortest"), [("full", 16384), ("clamp", 2048)])
 def test_memory_of_all_terms_is_linear(table: str, shortest: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice the length takes twice the bytes, except for a constant, once lengths have as many programs as they get at most."""
+    """Twice the length takes twice the bytes, except for a constant, once the number of programs no longer grows."""
     monkeypatch.setenv(planning.VARIABLE, "0")
     short, middle, long = (allocated(factor * shortest, table, with_all_terms=True) for factor in (1, 2, 4))
     assert long - middle == 2 * (middle - short) > 0

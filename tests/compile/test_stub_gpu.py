@@ -14,13 +14,18 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
 from bench.compiled import selected_for
 from tools.stub_gpu import StubGPU, stub_gpu
 from triton_relattn import RelativePositions, decomposed_relative_attention, fused_relative_attention, grids, testing
 from triton_relattn import _implementations as implementations
+from triton_relattn._core import validation
+from triton_relattn._core.arguments import Arguments
 from triton_relattn.kernels.config import selection
+from triton_relattn.kernels.config.tile_config import TileConfig
+from triton_relattn.kernels.forward import forward
 from triton_relattn.kernels.workspace import planning
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, whose own driver is loaded")
@@ -157,6 +162,18 @@ def test_little_shared_memory() -> None:
             warnings.simplefilter("error")
             work()
         assert gpu.modules == modules
+
+
+def test_nothing_fits() -> None:
+    """Triton's error is raised if no smaller configuration is left, and at once for a requested configuration."""
+    inputs = testing.make_inputs(1, 1, 64, 64, 64, num_rows=127, dtype=torch.bfloat16, seed=1)
+    tensors, spec = validation.resolve(Arguments(*inputs[:4]))  # type: ignore[arg-type]
+    with stub_gpu(most_shared=10):
+        with pytest.raises(OutOfResources), pytest.warns(RuntimeWarning, match="does not fit"):
+            forward(tensors, spec)
+        with pytest.raises(OutOfResources), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            forward(tensors, spec, TileConfig(64, 64, 4, 2))
 
 
 def test_two_devices_and_streams() -> None:

@@ -54,12 +54,10 @@ KERNELS = {
     "misaligned shared store": Kernel("misaligned address", "st.shared.b32 [%r3+2], %r3;"),
     "misaligned copy": Kernel("misaligned address", "cp.async.ca.shared.global [%r3+4], [%d0], 8;", possible=UNDELIVERED),
     "misaligned matrix": Kernel("misaligned address", f"{EARLIER} ldmatrix.sync.aligned.m8n8.x1.shared.b16 {{%r10}}, [%r3+8];"),
-    "nobody wrote it": Kernel("read of shared memory that nobody wrote", "ld.shared.b32 %r4, [%r3];"),
-    "half of it was written": Kernel(
-        "read of shared memory that nobody wrote", "st.shared.b16 [%r3], 1; ld.shared.b32 %r4, [%r3];"
-    ),
-    "nobody wrote that matrix": Kernel(
-        "read of shared memory that nobody wrote", "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r10}, [%r3];"
+    "uninitialised word": Kernel("read of uninitialised shared memory", "ld.shared.b32 %r4, [%r3];"),
+    "half uninitialised word": Kernel("read of uninitialised shared memory", "st.shared.b16 [%r3], 1; ld.shared.b32 %r4, [%r3];"),
+    "uninitialised matrix": Kernel(
+        "read of uninitialised shared memory", "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r10}, [%r3];"
     ),
     # ---- races
     "a barrier after the store": Kernel("", f"{EARLIER} st.shared.b32 [%r4], 7; bar.sync 0; ld.shared.b32 %r6, [%r5];", 2),

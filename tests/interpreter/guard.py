@@ -19,7 +19,7 @@ from tests.groups import flat
 
 Order = Literal["reversed", "shuffled"]
 """Orders of programs that differ from the interpreter's own."""
-NOBODY, SEVERAL = -1, -2
+NO_PROGRAM, SEVERAL = -1, -2
 """Instead of a program's number."""
 EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 MOST_VIOLATIONS = 100
@@ -73,7 +73,7 @@ class Launch:
         self.allowed, first = np.unique(np.concatenate(addresses), return_index=True)
         self.owner = np.repeat(np.arange(len(addresses)), [len(elements) for elements in addresses])[first]
         self.size = sizes[self.owner]
-        self.reader, self.writer = (np.full(len(self.allowed), NOBODY) for _ in range(2))
+        self.reader, self.writer = (np.full(len(self.allowed), NO_PROGRAM) for _ in range(2))
 
     def report(self, program: int, what: str) -> None:
         self.violations.append(f"{self.kernel}, program {program}: {what}")
@@ -104,7 +104,7 @@ class Launch:
             self.loads += index.size
             self.conflicts(index, program, self.writer, "loads what program {} stores")
             before = self.reader[index]
-            self.reader[index] = np.where((before == NOBODY) | (before == program), program, SEVERAL)
+            self.reader[index] = np.where((before == NO_PROGRAM) | (before == program), program, SEVERAL)
         else:
             self.stores += index.size
             if len(np.unique(index)) < index.size:
@@ -115,7 +115,7 @@ class Launch:
         return inside
 
     def conflicts(self, index: np.ndarray, program: int, others: np.ndarray, what: str) -> None:
-        wrong = index[(others[index] != NOBODY) & (others[index] != program)]
+        wrong = index[(others[index] != NO_PROGRAM) & (others[index] != program)]
         if wrong.size:
             other = others[wrong[0]]
             what = what.format("more than one" if other == SEVERAL else other)

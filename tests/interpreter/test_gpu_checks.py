@@ -1,4 +1,4 @@
-"""The checks of ``make gpu``, in the interpreter: right results pass, and wrong ones are named."""
+"""The checks of ``make gpu`` and of tests/gpu, in the interpreter: right results pass, and wrong ones are named."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 from bench.cases.attention import Case
 from bench.gpu import checks
 from bench.gpu.checks import Check, small_case, stand_ins
+from tests.draws import KERNEL_LIMITS
+from tests.gpu.layouts import LAYOUTS, POSITIONS, check_layout, check_packed
 
 SMALL: dict[str, Any] = {"batch": 1, "num_queries": 40, "length": 45, "dtype": "fp16", "head_dim": 16}
 
@@ -50,3 +52,15 @@ def test_a_wrong_result_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kernels_alone(check: Check) -> None:
     """Checks of single kernels pass."""
     assert statuses(replace(check, case=small_case("full", heads=1, **SMALL))) == ["ok", "ok"]
+
+
+@pytest.mark.parametrize(("layout", "width"), [*zip(LAYOUTS, (40, 72) * 4, strict=False)])
+def test_layouts(layout: str, width: int) -> None:
+    outside = list(POSITIONS)[list(LAYOUTS).index(layout) % 3]
+    check_layout(layout, width, outside, torch.float16, "cpu", length=37)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_packed(seed: int) -> None:
+    dtype = "float16" if seed % 2 else "float32"
+    check_packed(seed, KERNEL_LIMITS._replace(dtypes=(dtype,), widths=(8, 40), longest=20), "cpu")

@@ -158,7 +158,7 @@ def results(
     tables = {name: getattr(inputs, name) for name in TABLES}
     call = validation.resolve(Arguments(**tensors, **tables, positions=RelativePositions(first, last), query_offset=offset))
     tiles = dict.fromkeys(selection.KERNELS, TileConfig(block, block, 4, 1))
-    reader_tile = TileConfig(max(block // 4, 16), block, 4, 1)  # their queries have steps of 4: as many rows as other tiles
+    reader_tile = TileConfig(max(block // 4, 16), block, 4, 1)  # with steps of 4 between queries
     tiles |= {"dq": reader_tile, "dtable": reader_tile}
     out, lse, softmax_stats, _ = forward(*call, tiles["forward"])
     gradients = backward(inputs.d_out, inputs.d_lse, out, softmax_stats, *call, tiles=tiles)

@@ -31,7 +31,7 @@ def test_every_selectable_tile(kernel: str, config: TileConfig) -> None:
     for seed, (positions, is_causal, dtype) in enumerate(tables):
         if positions is None and kernel == "dtable":
             continue
-        # With at most half as many queries, kernels that read dS take a smaller tile.
+        # With half of these queries, kernels that read dS would take a smaller tile.
         num_queries = 21 + config.block_m * (1 if kernel in ("forward", "dkv") else 8 // dtype.itemsize)
         num_keys = config.block_m + 2 * config.block_n + 9
         positions = RelativePositions(-num_queries - 30, num_keys) if positions == "full" else positions

@@ -130,7 +130,7 @@ def core() -> ctypes.CDLL:
         if not shutil.which("gcc"):
             raise NoCompiler("the emulator's core is written in C and needs gcc, which is not on the PATH")
         BUILD.mkdir(parents=True, exist_ok=True)
-        unfinished = library.with_suffix(f".{os.getpid()}")  # another process may be compiling, too
+        unfinished = library.with_suffix(f".{os.getpid()}")  # another process may compile it at the same time
         subprocess.run(["gcc", *FLAGS, *map(str, sources), "-o", str(unfinished), "-lm"], check=True)
         unfinished.replace(library)
     return ctypes.CDLL(str(library))

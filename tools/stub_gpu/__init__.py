@@ -225,7 +225,7 @@ class _Driver(AbsentGPU):
 
 @contextmanager
 def stub_gpu(most_shared: int = 232448, records: bool = True) -> Iterator[StubGPU]:
-    """Within, Triton launches on two GPUs of sm_90 that are not there, whose programs can have so many bytes of shared memory.
+    """Make Triton launch on two simulated sm_90 GPUs with this limit of shared memory in bytes.
 
     records: whether launches are looked at; without, a launch takes the time that it takes, and starts() has it.
 
