@@ -1,4 +1,4 @@
-"""Offsets of 2**31 elements and more, for each tensor that a kernel addresses and each of its dimensions.
+"""Offsets of 2**31 elements and more, in each dimension of all tensors that a kernel addresses.
 
 Launches get copies with strides that large, and their results are copied back. The copies are mapped memory that is hardly used.
 """
