@@ -2,9 +2,9 @@
 
     python -m examples.context_parallel --ranks 4
 
-Both are compared with one process, in float64: losses and gradients of all parameters, step by step. Each rank sees its positions
-alone: attention gathers keys and values, Parakeet's convolution gets the edges of its neighbours, and all the rest is by
-position. Printed are the greatest differences, and what each rank has sent for attention.
+Both are compared with one process in float64: losses and gradients of all parameters at each step. Each rank has only its own
+positions: attention gathers keys and values, Parakeet's convolution gets the edges of its neighbours, and all other layers work
+by position. The output has the largest differences, and the bytes that each rank has sent for attention.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from triton_relattn._core.sizes import Parser
 from triton_relattn.nn import parallel
 
 STEPS = 3
-EDGE = 4  # positions that Parakeet's convolution takes of either neighbour
+EDGE = 4  # positions of each neighbour that Parakeet's convolution needs
 
 
 class Counted(TorchDispatchMode):
-    """The messages of attention that this rank sends to others, while it lasts."""
+    """Counts the elements that this rank sends to others for attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Counted(TorchDispatchMode):
 
 
 def train(model: nn.Module, loss: Callable[[int], torch.Tensor]) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses of some steps, and the gradients of the last: sums over all ranks, as the parts that they are."""
+    """Losses of some steps, and the gradients of the last one, summed over all ranks."""
     optimizer, losses = torch.optim.SGD(model.parameters(), 0.05), []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -69,7 +69,7 @@ def train(model: nn.Module, loss: Callable[[int], torch.Tensor]) -> tuple[list[f
 
 
 def music(length: int, is_spread: bool) -> tuple[nn.Module, Callable[[int], torch.Tensor]]:
-    """A Music Transformer and its loss, of the rank's part of the sequences or of whole ones."""
+    """A Music Transformer, and its loss for the rank's part of the sequences or for whole ones."""
     settings = Settings(length=length, distances=32, batch=2, width=32, layers=2, dropout=0.0, chorales=4)
     torch.manual_seed(0)
     model, chorales = MusicTransformer(settings).double(), load(settings.chorales)
@@ -81,7 +81,7 @@ def music(length: int, is_spread: bool) -> tuple[nn.Module, Callable[[int], torc
         inputs, targets = training_batch(chorales, length, settings.batch, True, 0, step)
         count = (targets != IGNORED).sum()
         if is_spread:
-            inputs, targets = (distributed.shard(each, 1) for each in (inputs, targets))
+            inputs, targets = (distributed.shard(tensor, 1) for tensor in (inputs, targets))
         return token_losses(model, inputs, targets).sum() / count
 
     return model, loss
@@ -92,9 +92,9 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor) -> torch.Tensor:
-        every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(every, own)
-        return torch.stack(every)
+        all_ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(all_ranks, own)
+        return torch.stack(all_ranks)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
@@ -104,7 +104,7 @@ class Gather(torch.autograd.Function):
 
 
 def with_neighbours(states: torch.Tensor, width: int) -> torch.Tensor:
-    """(B, C, N) with so many positions of the ranks before and behind on either side, zeros beyond the ends."""
+    """(B, C, N) padded with positions of the previous and the next rank, with zeros beyond the ends."""
     edges: Any = Gather.apply(torch.cat((states[..., :width], states[..., -width:]), -1))
     rank, zeros = dist.get_rank(), torch.zeros_like(states[..., :width])
     before = edges[rank - 1][..., width:] if rank > 0 else zeros
@@ -113,7 +113,7 @@ def with_neighbours(states: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def with_operator(layer: Any, length: int, is_spread: bool) -> None:
-    """Have a layer of Parakeet attend by the operator; spread, work on the rank's positions of length."""
+    """Make a Parakeet layer attend with the operator, and if is_spread on the rank's part of length positions."""
     attention, convolution = layer.self_attn, layer.conv.depthwise_conv
     heads = (-1, attention.head_dim)
     operator: Any = fused_relative_attention
@@ -123,7 +123,7 @@ def with_operator(layer: Any, length: int, is_spread: bool) -> None:
 
     def attend(hidden_states: torch.Tensor, position_embeddings: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        query, key, value = (each(hidden_states).unflatten(-1, heads).transpose(1, 2) for each in projections)
+        query, key, value = (projection(hidden_states).unflatten(-1, heads).transpose(1, 2) for projection in projections)
         rel_key = attention.relative_k_proj(position_embeddings)[0].unflatten(-1, heads).transpose(0, 1)
         query, rel_bias = tables.fold_transformer_xl(query, rel_key, attention.bias_u, attention.bias_v, attention.scaling)
         out = operator(
@@ -162,7 +162,7 @@ def parakeet(length: int, is_spread: bool) -> tuple[nn.Module, Callable[[int], t
     wanted = torch.randn_like(x)
     with_operator(layer, length, is_spread)  # stock attention takes its softmax in float32
     if is_spread:
-        x, wanted = (distributed.shard(each, 1) for each in (x, wanted))
+        x, wanted = (distributed.shard(tensor, 1) for tensor in (x, wanted))
 
     def loss(_: int) -> torch.Tensor:
         out = layer(x, position_embeddings=positions)
@@ -175,7 +175,7 @@ MODELS = {"Music Transformer": music, "Parakeet layer": parakeet}
 
 
 def worker(rank: int, ranks: int, length: int, folder: str) -> None:
-    """Train each model alone and with the others, and compare."""
+    """Train each model in one process and over all ranks, and compare."""
     torch.set_num_threads(1)
     expected = {name: train(*make(length, False)) for name, make in MODELS.items()}
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
@@ -186,12 +186,12 @@ def worker(rank: int, ranks: int, length: int, folder: str) -> None:
         loss = max(abs(one - other) for one, other in zip(losses, exact_losses, strict=True))
         gradient = max(float((gradients[parameter] - exact).abs().max()) for parameter, exact in exact_gradients.items())
         if rank == 0:
-            print(f"{name}, {ranks} ranks, length {length}, losses {', '.join(f'{each:.6f}' for each in losses)}")
+            print(f"{name}, {ranks} ranks, length {length}, losses {', '.join(f'{loss:.6f}' for loss in losses)}")
             print(f"  differences from one process: {loss:.1e} of losses, {gradient:.1e} of gradients; rank 0 sent {sent}")
         if not max(loss, gradient) < 1e-9:
             raise RuntimeError(f"{name}: rank {rank} differs by {loss} and {gradient}")
     dist.barrier()
-    os._exit(0)  # at once: threads of torch now and then abort a process that ends by itself
+    os._exit(0)  # torch's threads sometimes abort a process that exits normally
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -5,7 +5,7 @@
     python -m examples.music_transformer generate out/music/relative-0 --prompt 64 --temperature 0.9
     python -m examples.music_transformer summary out/music/{relative,absolute,none}-[0-9]
 
-The model is a causal decoder; what differs is what its attention knows of position:
+The model is a causal decoder; --attention chooses how it knows positions:
 
     relative   a learned vector for each distance, RelativeMultiheadAttention.music_transformer
     absolute   sinusoids of the position are added to the embedded tokens
@@ -79,7 +79,7 @@ class Settings:
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward network, each normalised before and added to what comes in."""
+    """Attention and a feed-forward network, each with normalised inputs and a residual connection."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def token_losses(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, batch: chorales.Batch, device: torch.device, size: int = 8) -> torch.Tensor:
-    """The loss of every token, (windows, length), NaN behind the ends of chorales: means are ``nanmean``."""
+    """The loss of each token, (windows, length), NaN after the ends of chorales: means are ``nanmean``."""
     model.eval()
     parts = zip(*(tensor.split(size) for tensor in batch), strict=True)
     losses = torch.cat([token_losses(model, inputs.to(device), targets.to(device)).cpu() for inputs, targets in parts])
@@ -156,7 +156,7 @@ def learning_rate(settings: Settings, step: int) -> float:
 
 
 class Run:
-    """All that changes while a model is trained, and the folder where it is kept."""
+    """The state of training a model, and the folder where it is saved."""
 
     def __init__(self, settings: Settings, out: Path, device: torch.device) -> None:
         self.settings, self.out, self.device = settings, out, device
@@ -185,7 +185,7 @@ class Run:
 
     @classmethod
     def load(cls, out: Path, device: torch.device) -> Run:
-        """As it was when it was saved; what torch draws next, too."""
+        """Restore a saved run, with the state of torch's generator."""
         state = torch.load(out / CHECKPOINT, map_location="cpu")
         run = cls(Settings(**state["settings"]), out, device)
         run.model.load_state_dict(state["model"])
@@ -197,7 +197,7 @@ class Run:
         return run
 
     def step(self, part: Sequence[Chorale]) -> float:
-        """One step of the optimizer; the loss of its batch."""
+        """Do one step of the optimizer; return the loss of its batch."""
         settings, number = self.settings, len(self.rows)
         batch = chorales.training_batch(part, settings.length, settings.batch, bool(settings.transpose), settings.seed, number)
         inputs, targets = (tensor.to(self.device) for tensor in batch)
@@ -211,7 +211,7 @@ class Run:
         return loss.item()
 
     def train(self, split: Split) -> bool:
-        """Up to the last step, or to Ctrl-C; whether it was the last step. Either way a checkpoint is kept."""
+        """Train up to the last step or Ctrl-C, and save a checkpoint. Returns whether it was the last step."""
         settings = self.settings
         validation = {
             "validation": chorales.windows(split.validation, settings.length),
@@ -242,7 +242,7 @@ class Run:
 
 @contextmanager
 def interruptible() -> Iterator[list[int]]:
-    """A list that is empty until Ctrl-C is pressed: a step is finished before the end. Pressed again it ends at once."""
+    """A list that is empty until Ctrl-C is pressed, so that the step can finish; a second Ctrl-C interrupts it."""
     pressed: list[int] = []
 
     def note(number: int, _: Any) -> None:
@@ -257,7 +257,7 @@ def interruptible() -> Iterator[list[int]]:
 
 
 def sample(logits: torch.Tensor, temperature: float, top_p: float) -> int:
-    """One of the likeliest tokens that have a probability of top_p together."""
+    """One of the likeliest tokens with a total probability of top_p."""
     probabilities, tokens = (logits.cpu() / temperature).softmax(-1).sort(descending=True)
     probabilities[probabilities.cumsum(-1) - probabilities >= top_p] = 0
     return int(tokens[torch.multinomial(probabilities, 1)])
@@ -265,7 +265,7 @@ def sample(logits: torch.Tensor, temperature: float, top_p: float) -> int:
 
 @torch.no_grad()
 def generate(model: nn.Module, prompt: Sequence[int], count: int, length: int, temperature: float, top_p: float) -> list[int]:
-    """The prompt and what follows it, count tokens in all, each drawn given as many before it as training windows have."""
+    """The prompt and its continuation, count tokens in total; the context of each is a training window."""
     model.eval()
     device = next(model.parameters()).device
     tokens = [EDGE, *prompt]
@@ -297,7 +297,7 @@ def train(options: argparse.Namespace) -> int:
     settings = run.settings
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
     split = chorales.split(chorales.load(settings.chorales))
-    if any(all(len(each.tokens) <= settings.length for each in part) for part in (split.validation, split.test)):
+    if any(all(len(piece.tokens) <= settings.length for piece in part) for part in (split.validation, split.test)):
         raise argparse.ArgumentError(None, "no chorale for validation, or none for test, is longer than --length")
     print(f"{settings}\n{parameters:,} parameters on {device}")
     for name, part in dataclasses.asdict(split).items():
@@ -329,7 +329,7 @@ def train(options: argparse.Namespace) -> int:
 def compose(
     run: Run, part: Sequence[Chorale], path: Path, prompt: int, count: int, temperature: float = 1.0, top_p: float = 0.95
 ) -> None:
-    """A MIDI file that begins with so many tokens of the first of these chorales, or with none."""
+    """Write a MIDI file that begins with ``prompt`` tokens of the first of these chorales."""
     given = part[0].tokens[:prompt].tolist()
     tokens = generate(run.model, given, count, run.settings.length, temperature, top_p)
     chorales.write_midi(tokens, path)
@@ -360,7 +360,7 @@ def summarise(options: argparse.Namespace) -> int:
 
 
 def folder_with(name: str) -> Callable[[str], Path]:
-    """A parser of the folder of a run that has a file."""
+    """A parser for the folder of a run that contains a file."""
 
     def parse(text: str) -> Path:
         if not (Path(text) / name).is_file():

@@ -30,7 +30,7 @@ def sides(text: str) -> list[int]:
     return found
 
 
-def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="python -m examples.sam", description=__doc__)
     parser.add_argument(
         "--sides",
@@ -69,11 +69,11 @@ def processor_seconds(side: int, small: bool) -> dict[str, list[float]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = arguments_of(argv)
+    options = parse_arguments(argv)
     if options.processor_time:
         for side in options.sides:
             times = processor_seconds(side, options.small)
-            body = [[method, *(short_time(1e3 * each) for each in of_method)] for method, of_method in times.items()]
+            body = [[method, *(short_time(1e3 * seconds) for seconds in method_times)] for method, method_times in times.items()]
             print(table([f"{side} x {side}", *DIRECTIONS], body))
         return 0
     file = options.out / "sam.csv"
@@ -84,10 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     methods = list(dict.fromkeys(row["method"] for row in rows))
     lines = [["image", *(f"{method}, {direction}" for direction in DIRECTIONS for method in methods)]]
     for length, side in sorted(tokens.items()):
-        of_image = {(row["direction"], row["method"]): row for row in rows if int(row["seqlen"]) == length}
+        image_rows = {(row["direction"], row["method"]): row for row in rows if int(row["seqlen"]) == length}
         cells = []
         for place in ((direction, method) for direction in DIRECTIONS for method in methods):
-            row = of_image[place]
+            row = image_rows[place]
             ok = row["status"] == "ok"
             cells.append(f"{short_time(float(row['p50_ms']))}, {short_bytes(float(row['peak_bytes']))}" if ok else row["status"])
         lines.append([f"{side} x {side}", *cells])

@@ -1,11 +1,11 @@
 """One check of any call: ``check(sample, way)``.
 
-out, lse and all gradients that are asked for are right, element by element (tests/expected.py), have the right dtypes and
-shapes, and come out bit for bit again; others are None. Nothing depends on uninitialised memory, on what lies beside tensors, or
-on the NaN that the sample puts where nobody looks: into table rows without a pair, keys and values that no query sees, and the
-gradients of what is -inf. Inputs, global state and the generator are as before, but for one draw with dropout.
+It compares out, lse and all requested gradients with exact results, element by element (tests/expected.py), and checks dtypes,
+shapes, and that a second run gives the same bits. Uninitialised memory, the padding around tensors, table rows without a pair,
+keys and values that no query sees, and gradients of a lse of -inf hold NaN, which must not reach any result. The call must not
+change its inputs, global state or torch's generator, except for one draw with dropout.
 
-``check_refused`` is for calls in which something is wrong.
+``check_refused`` is for calls with an invalid argument.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from tests.expected import (
     assert_within,
     exact_results,
     expected,
-    kept,
+    keep_mask,
     result_dtype,
-    unlucky,
+    worst_draw,
 )
 from tests.samples import Sample
 from triton_relattn import fused_relative_attention, fused_relative_attention_varlen
@@ -61,7 +61,7 @@ class Way:
 
     @contextmanager
     def computing(self, sample: Sample) -> Iterator[None]:
-        """The interpreter, small tiles or small blocks: how the sample is computed within."""
+        """Compute the sample in the interpreter, in small tiles or in small blocks."""
         with pytest.MonkeyPatch.context() as patch:
             if self.implementation == "triton":
                 from tests.interpreter.conftest import change_interpreter
@@ -80,7 +80,7 @@ class Way:
 
     @property
     def width(self) -> int:
-        """A width of heads that costs it little."""
+        """A head width that is cheap to compute."""
         return 16 if self.implementation == "triton" else 8
 
     def attend(self, *tensors: Any, **arguments: Any) -> Any:
@@ -102,12 +102,12 @@ class Way:
     def check(self, results: dict[str, Tensor], inputs: Inputs, **arguments: Any) -> None:
         """Apply the error rule of tests/expected.py to each element of out, lse and all gradients.
 
-        Not to the reference in 16 bits: what plain torch rounds there is what others are measured by.
+        The reference in 16 bits is exempt: its errors are what others are measured against.
         """
         if self.implementation == "reference" and inputs.query.element_size() == 2:
             return
         call = {**inputs._asdict(), **arguments, "implementation": self.implementation}
-        golden = expected(call, inputs.d_out, inputs.d_lse, kept(inputs, **arguments))
+        golden = expected(call, inputs.d_out, inputs.d_lse, keep_mask(inputs, **arguments))
         for name, result in results.items():
             assert result.dtype == result_dtype(name, call), f"{name}: {result.dtype}"
             assert_within(name, result, *golden[name])
@@ -131,15 +131,17 @@ def attend_varlen(*tensors: Tensor | None, **arguments: Any) -> Any:
     return fused_relative_attention_varlen(*tensors, **{"implementation": "blockwise", "return_lse": True, **arguments})  # type: ignore[arg-type]
 
 
-def results_of(implementation: str, inputs: Inputs, **arguments: Any) -> dict[str, Tensor]:
+def compute_results(implementation: str, inputs: Inputs, **arguments: Any) -> dict[str, Tensor]:
     """out, lse and all gradients of an implementation, after torch.manual_seed(0)."""
     return Way(implementation).results(inputs, **arguments)
 
 
-def unlucky_reference(inputs: Inputs, **arguments: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Exact results, and results of the reference that are as far off as in the worst of three draws."""
-    return unlucky(
-        inputs, lambda moved: exact_results(moved, **arguments), lambda moved: results_of("reference", moved, **arguments)
+def worst_reference(inputs: Inputs, **arguments: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Exact results, and results of the reference with the largest errors of three draws."""
+    return worst_draw(
+        inputs,
+        lambda moved: exact_results(moved, **arguments),
+        lambda moved: compute_results("reference", moved, **arguments),
     )
 
 
@@ -151,22 +153,16 @@ queries up to which a call is computed at once."""
 REGISTERS = ("scores", "registers")
 TILES: tuple[dict[str, tuple[Any, ...]], ...] = (
     {"forward": (32, 16), "dq": (16, 16), "dkv": (16, 16), "dtable": (16, 16), "dp2c": (32, 32)},
-    {
-        **{"forward": (16, 16, None), "dq": (32, 16)},
-        **{"dkv": (32, 16), "dtable": (32, 16), "dp2c": (16, 16)},
-    },
+    {"forward": (16, 16, None), "dq": (32, 16), "dkv": (32, 16), "dtable": (32, 16), "dp2c": (16, 16)},
     {"forward": (32, 32), "dq": (16, 64), "dkv": (32, 32), "dtable": (32, 32), "dp2c": (32, 16)},
-    {
-        **{"forward": (32, 16, *REGISTERS), "dq": (64, 32)},
-        **{"dkv": (16, 16, *REGISTERS), "dtable": (64, 32), "dp2c": (64, 32)},
-    },
+    {"forward": (32, 16, *REGISTERS), "dq": (64, 32), "dkv": (16, 16, *REGISTERS), "dtable": (64, 32), "dp2c": (64, 32)},
 )
-"""Tiles of the kernels in small tiles; rows and columns, where scores are carried, and how rows are rotated."""
+"""Small tiles of the kernels: rows and columns, what the forward carries, and how rows are rotated."""
 
 
 @contextmanager
 def environment(sample: Sample, way: Way) -> Iterator[None]:
-    """Blocks or tiles, default dtype and mode of the sample; memory that is not written to holds NaN."""
+    """Set the sample's blocks or tiles, default dtype and grad mode; uninitialised memory holds NaN."""
     default = torch.get_default_dtype()
     mode = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}[sample.mode]
     with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"), mode(), way.computing(sample):
@@ -189,7 +185,7 @@ def global_state() -> dict[str, Any]:
         "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "threads": (torch.get_num_threads(), torch.get_num_interop_threads()),
-        # Not those of a module's own warnings: what torch imports when it first needs it may bring some.
+        # Without filters for one module's warnings: torch's lazy imports may add some.
         "warnings' filters": [entry for entry in warnings.filters if entry[2].__module__ == "builtins"],
         "numpy's error handling": np.geterr(),
         "random": (random.getstate(), repr(np.random.get_state())),
@@ -214,7 +210,7 @@ def public_function(sample: Sample) -> Callable[..., Any]:
 def spoilt(sample: Sample, call: dict[str, Any]) -> dict[str, Any]:
     """The call with NaN (or inf) in rows of tables without a pair, and in keys and values that no query sees.
 
-    A mask does not count: what it hides is read.
+    What only attn_mask hides is read, and stays as it is.
     """
     if sample.spoilt is None:
         return call
@@ -260,7 +256,7 @@ def run(sample: Sample, call: dict[str, Any]) -> Results:
 
 
 def wants(sample: Sample, result: str) -> bool:
-    """Whether gradients come from out, or from lse."""
+    """Whether gradients flow back from this result, "out" or "lse"."""
     return sample.cotangents in (result, "both") and (result == "out" or sample.return_lse)
 
 
@@ -271,7 +267,7 @@ def cotangent(sample: Sample, result: str, dtype: torch.dtype) -> Tensor:
 
 @functools.lru_cache(maxsize=2)
 def right(sample: Sample, arithmetic: str) -> tuple[dict[str, Expected], Tensor]:
-    """What the call should give, and the state of torch's generator after it."""
+    """The exact results of the call with their budgets, and the state of torch's generator after it."""
     call = {**sample.call(), "implementation": arithmetic}
     torch.manual_seed(sample.seed)
     keep = None
@@ -290,7 +286,7 @@ def right(sample: Sample, arithmetic: str) -> tuple[dict[str, Expected], Tensor]
 
 
 def check(sample: Sample, way: Way) -> dict[str, float]:
-    """The sample, computed in this way, is right, see the module. Returns the largest error / budget of each result."""
+    """Assert all that the module's docstring lists; return the largest error / budget of each result."""
     clean = {**sample.call(), "implementation": way.implementation}
     call = clean if way.implementation == "reference" else spoilt(sample, clean)
     stored = {name: memory(tensor).clone() for name, tensor in call.items() if isinstance(tensor, Tensor)}
@@ -298,7 +294,7 @@ def check(sample: Sample, way: Way) -> dict[str, float]:
     with environment(sample, way):
         before = global_state()
         results = run(sample, call)
-        assert torch.equal(torch.get_rng_state(), drawn), "torch's generator is not where it should be"
+        assert torch.equal(torch.get_rng_state(), drawn), "torch's generator has another state than one draw leaves"
         assert_same_state(before)
         again = results if way.implementation == "triton" else run(sample, call)  # neither interpreter nor emulator vary
     for name, bytes_before in stored.items():
@@ -320,11 +316,11 @@ def check(sample: Sample, way: Way) -> dict[str, float]:
 
 
 def check_refused(sample: Sample, way: Way, changes: dict[str, Any]) -> str | None:
-    """With these arguments changed, a call is refused by a documented error that says something, before anything is drawn or
-    changed; or it is accepted. Returns the error's name.
+    """Assert that a call with these arguments is accepted, or refused by a documented error with a message before anything is
+    drawn or changed. Returns the error's name, or None.
 
     Raises:
-        AssertionError: it raised another error, or left a trace.
+        AssertionError: it raised another error, or changed global state.
     """
     call = {**sample.call(), "implementation": way.implementation, **changes}
     torch.manual_seed(sample.seed)

@@ -1,5 +1,5 @@
-"""Settings of every test: one thread per worker, poisoned memory, no profile of the user's, and each kind of test in the process
-made for it."""
+"""Settings of all tests: one thread per worker, poisoned memory, no profiles of the user, and tests of kernels only in a process
+with the TRITON_INTERPRET they need."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from triton_relattn._blockwise.products import Memory
 
 TESTS = Path(__file__).parent
 PATIENCE = 600.0
-"""Seconds that a test waits for another process: far more than it takes on any machine, however busy. Only failures take long."""
+"""Seconds that a test waits for another process, far more than any machine needs: only a failure waits that long."""
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Triton decides when a kernel is decorated whether it is interpreted, so one process cannot do both.
 NOT_HERE = {
@@ -50,14 +50,14 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
-    # Before anything is collected, and in the environment: what tests start must not read the user's profiles either.
+    # In the environment, so that processes started by tests do not read the user's profiles either.
     cache = tempfile.TemporaryDirectory(prefix="triton_relattn-")
     config.add_cleanup(cache.cleanup)
     os.environ["TRITON_RELATTN_CACHE"] = cache.name
 
 
 def poisoned(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``create``, which fills what it creates for the package's own modules: NaN, or the largest integer."""
+    """``create``, with NaN or the largest integer in tensors that the package's modules create."""
 
     @functools.wraps(create)
     def wrapper(*args: object, **kwargs: object) -> torch.Tensor:
@@ -73,40 +73,40 @@ def poisoned(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def cut_blocks(patch: pytest.MonkeyPatch, queries: int, elements: int, few: int, step: int = 0, short: int = 0) -> None:
-    """Let blockwise take so many queries and scores (a thread) a block, and heads one by one from so few scores on: it cuts short
-    calls, too. With a step, oneDNN multiplies float32 heads, and all sizes of heads are rounded up to it. Calls of up to short
-    queries are computed at once."""
+    """Make blockwise cut short calls: into blocks of these queries and elements (scores per thread), with heads computed one by
+    one from ``few`` scores on. With a step, oneDNN multiplies float32 heads, whose sizes are rounded up to it. Calls of up to
+    ``short`` queries are not cut."""
     from triton_relattn._blockwise import cut, products
 
     patch.setattr(cut, "SIZES", cut.Sizes(short, queries, 1, queries, few, elements))
-    patch.setattr(cut, "takes_onednn", lambda dtype: step > 0 and products.has_linear())  # float64 has the sizes, too
+    patch.setattr(cut, "takes_onednn", lambda dtype: step > 0 and products.has_linear())  # float64 has the same sizes
     if step:
         patch.setattr(products, "STEP", step)
 
 
 def forget_warnings() -> None:
-    """Forget which warnings this process has given: each is given once, and a test must not depend on those before it."""
+    """Let warnings that are given once per process be given again: tests must not depend on earlier ones."""
     from triton_relattn._core import warn
 
     warn._given.clear()
 
 
 def take_processor(patch: pytest.MonkeyPatch, *flags: str) -> None:
-    """Let blockwise find a processor that has just these of torch's flags, and also multiply in 16 bits in short calls: what it
-    computes depends on the processor, and each is to be tested on any."""
+    """Make blockwise find an x86 processor with exactly these of torch's flags, and multiply in 16 bits also in short calls: each
+    processor's path can be tested on any machine."""
     from triton_relattn._blockwise import products
 
     for flag in ("_is_amx_tile_supported", "_is_avx512_bf16_supported", "_is_amx_fp16_supported"):
         patch.setattr(torch.cpu, flag, lambda flag=flag: flag in flags, raising=False)
     patch.setattr("platform.machine", lambda: "x86_64")
-    for name in ("fast_dtypes", "has_fast_fused_attention"):  # which remember what they have found
+    for name in ("fast_dtypes", "has_fast_fused_attention"):  # without their caches
         patch.setattr(products, name, functools.cache(getattr(products, name).__wrapped__))
     patch.setattr("triton_relattn._blockwise.attention.has_fast_fused_attention", products.has_fast_fused_attention)
     patch.setattr(products, "MIN_PRODUCTS", 0)
 
 
 def poison_memory(patch: pytest.MonkeyPatch) -> None:
-    """Let all memory that the package creates hold NaN, or the largest integer, until it is written to."""
+    """Fill all memory that the package allocates with NaN, or the largest integer."""
     made_by = ((torch, ("empty", "empty_like", "empty_strided")), (torch.Tensor, ("new_empty", "new_empty_strided")))
     for owner, names in made_by:
         for name in names:
@@ -115,8 +115,7 @@ def poison_memory(patch: pytest.MonkeyPatch) -> None:
 
 
 def cut_tiles(patch: pytest.MonkeyPatch, tiles: Mapping[str, tuple[Any, ...]] | None, rounds_terms: bool | None = None) -> None:
-    """Let the kernels have these tiles, by their names: (block_m, block_n), where they carry, how they rotate. What was decided
-    for calls before is forgotten.
+    """Give the kernels these tiles, by their names: (block_m, block_n, carry, rotation). Cached decisions are dropped.
 
     Args:
         rounds_terms: whether terms of tables are rounded to float16, as on a GPU; None: as by default.

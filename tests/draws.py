@@ -1,10 +1,10 @@
-"""``python -m tests.draws --seconds 300 --seed 0 [--kernels]``: draw samples and check them, for as long as one likes.
+"""``python -m tests.draws --seconds 300 --seed 0 [--kernels]``: draw samples and check them for a given time.
 
 A failure is shrunk and printed as a command. ``--sample 'Sample(...)'`` checks that one.
 
-samples() is the strategy of hypothesis for any call, in the interpreter for one that takes a second or so. First choices are the
-simplest ones, to which hypothesis shrinks. Lengths, windows, offsets and tables end where tiles do, or one beside, more often
-than elsewhere: that is where most faults are.
+samples() is the hypothesis strategy for any call, in the interpreter limited to calls of about a second. First choices are the
+simplest ones, to which hypothesis shrinks. Lengths, windows, offsets and tables often end at the border of a tile, or one
+element beside it, where most faults are.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ LARGEST_TABLE = 150
 
 
 def rarely(otherwise: T, *others: T, odds: int = 3) -> st.SearchStrategy[T]:
-    """otherwise, or once in odds one of the others."""
+    """Draw ``otherwise``, or with probability 1 / odds one of the others."""
     return st.integers(0, odds - 1).flatmap(lambda number: st.sampled_from(others) if number == odds - 1 else st.just(otherwise))
 
 
 def edges(limit: int) -> list[int]:
-    """Lengths and distances at the borders of tiles, and one beside; the limit may lie before the first."""
+    """Lengths and distances at the borders of tiles, and one before and after, at least those of the first border."""
     return [border + step for border in range(SIDE, max(limit, SIDE) + 1, SIDE) for step in (0, 1, -1)]
 
 
@@ -54,7 +54,7 @@ def lengths(limit: int) -> st.SearchStrategy[int]:
 
 @st.composite
 def tables(draw: st.DrawFn, sample: Sample) -> dict[str, Any]:
-    """Tables and what their rows stand for."""
+    """Tables and the relative positions of their rows."""
     pairs = itertools.combinations(TABLES, 2)
     names = draw(st.sampled_from([*((name,) for name in TABLES), *pairs, TABLES[:3], TABLES, TABLES]))
     given, window = sample.query_offset, sample.window_size
@@ -79,7 +79,7 @@ def tables(draw: st.DrawFn, sample: Sample) -> dict[str, Any]:
     elif kind == "far":
         first, last = draw(st.sampled_from([(-FAR, -FAR + more), (FAR - more, FAR)]))
     elif kind == "borders":
-        # A pair of tiles, or the last that a window shows, is just within the table or just beyond it; or rows are whole tiles.
+        # Tiles, or the last pair of a window, end just inside the table or just beyond it; or the rows are whole tiles.
         step = st.sampled_from([-1, 0, 1, *edges(48)])
         ends = (draw(st.sampled_from(offsets)), *(end for end in (window[0], right) if end >= 0))
         first = -draw(step) - draw(st.sampled_from([ends[0], 0, *ends[1:]]))
@@ -101,7 +101,7 @@ def tables(draw: st.DrawFn, sample: Sample) -> dict[str, Any]:
 
 
 class Limits(NamedTuple):
-    """What is drawn, the simplest first."""
+    """The values to draw from, the simplest first."""
 
     dtypes: tuple[str, ...]
     widths: tuple[int, ...]
@@ -112,15 +112,15 @@ class Limits(NamedTuple):
     counts: tuple[int, ...]
     """Sequences, and heads of the key."""
     is_slow: bool
-    """Only one of them, and the group of heads that share a key, is more than one."""
+    """Of sequences, key heads and query heads per key head, at most one number exceeds 1."""
 
 
 ANY = Limits(("float64", "float32", "float16", "bfloat16"), (1, 2, 3, 8, 5, 16, 17, 33, 64), 70, 70, (1, 2, 1, 2, 3, 0), False)
-OF_KERNELS = Limits(("float32", "float16"), (1, 8, 16, 3, 20, 33), 48, 20, (1, 1, 2), True)
+KERNEL_LIMITS = Limits(("float32", "float16"), (1, 8, 16, 3, 20, 33), 48, 20, (1, 1, 2), True)
 
 
 def compiled(dtype: torch.dtype) -> Limits:
-    """Calls of compiled kernels."""
+    """Limits of calls for compiled kernels."""
     return Limits((str(dtype).removeprefix("torch."),), (16, 40, 64, 128), 200, 200, (1, 2), False)
 
 
@@ -143,9 +143,9 @@ def sizes(draw: st.DrawFn, limits: Limits, is_packed: bool | None) -> dict[str, 
 
 
 @st.composite
-def samples(draw: st.DrawFn, limits: Limits = OF_KERNELS if INTERPRETED else ANY, is_packed: bool | None = None) -> Sample:
-    """Any valid call; is_packed: packed or not, None: either."""
-    # The seed first, because hypothesis draws the first choice of a run until it is not that of the run's simplest sample.
+def samples(draw: st.DrawFn, limits: Limits = KERNEL_LIMITS if INTERPRETED else ANY, is_packed: bool | None = None) -> Sample:
+    """Any valid call, packed or not as is_packed says, or either for None."""
+    # The seed comes first: hypothesis repeats the first choice until it differs from that of the simplest sample.
     fields: dict[str, Any] = {"seed": draw(st.integers(0, 2**20)), "blocks": draw(st.integers(0, 15))}
     fields |= {"dtype": draw(st.sampled_from(limits.dtypes)), **draw(sizes(limits, is_packed))}
     sample = Sample(**fields)
@@ -158,10 +158,10 @@ def samples(draw: st.DrawFn, limits: Limits = OF_KERNELS if INTERPRETED else ANY
     given = fields["query_offset"]
     some = draw(st.sampled_from((given if isinstance(given, tuple) else (given,)) or (0,)))
     if draw(st.integers(0, 2)):
-        # Most end where a tile does, or one beside it, as queries see it that are shifted by the offset.
+        # Most windows end at the border of a tile, or one beside it, as seen by queries that the offset shifts.
         near = [[max(border + step + sign * some % SIDE, 0) for step in (1, 0, -1) for border in (0, SIDE)] for sign in (1, -1)]
-        ends = (st.sampled_from(each) | st.sampled_from(each) | distance | st.sampled_from([-1, 0, 1, FAR]) for each in near)
-        fields["window_size"] = draw(st.tuples(*ends))
+        anywhere = distance | st.sampled_from([-1, 0, 1, FAR])
+        fields["window_size"] = draw(st.tuples(*(st.sampled_from(ends) | st.sampled_from(ends) | anywhere for ends in near)))
     fields["is_causal"] = draw(rarely(False, True))
     if draw(st.integers(0, 4)):
         fields |= draw(tables(Sample(**fields)))
@@ -199,14 +199,14 @@ def samples(draw: st.DrawFn, limits: Limits = OF_KERNELS if INTERPRETED else ANY
     return Sample(**fields)
 
 
-EVERY = list(HealthCheck)
-repeatable = settings(derandomize=True, database=None, deadline=None, max_examples=50, suppress_health_check=EVERY)
-two_values = settings(database=None, deadline=None, max_examples=2, phases=(Phase.generate,), suppress_health_check=EVERY)
-"""A run with the simplest value and one other: five of six further ones repeat parts of those before."""
+HEALTH_CHECKS = list(HealthCheck)
+repeatable = settings(derandomize=True, database=None, deadline=None, max_examples=50, suppress_health_check=HEALTH_CHECKS)
+two_values = settings(database=None, deadline=None, max_examples=2, phases=(Phase.generate,), suppress_health_check=HEALTH_CHECKS)
+"""A run with the simplest value and one other: most further ones repeat parts of earlier ones."""
 
 
 def explore(strategy: st.SearchStrategy[T], body: Callable[[T], None], seeds: Iterable[int], shrinks: bool = False) -> None:
-    """The body with one value of each seed, and once with the simplest; a failure is shrunk if that is wanted: it takes long."""
+    """Run the body with the simplest value and one of each seed; shrinks: shrink a failure, which takes long."""
     settings_of_run = settings(two_values, phases=(Phase.generate, Phase.shrink)) if shrinks else two_values
     passed: set[T] = set()
 
@@ -220,7 +220,7 @@ def explore(strategy: st.SearchStrategy[T], body: Callable[[T], None], seeds: It
 
 
 def drawn(number: int, limits: Limits, is_packed: bool) -> Sample:
-    """One call, which has all results and gradients."""
+    """Draw one call with all results and gradients."""
     found: list[Sample] = []
     explore(samples(limits, is_packed), found.append, [number])
     sample = found[-1]
@@ -230,8 +230,8 @@ def drawn(number: int, limits: Limits, is_packed: bool) -> Sample:
 
 
 def in_every_way(sample: Sample) -> None:
-    """Check the sample. In the interpreter, which is slow, in small tiles, but a fifth in the default ones. Not 16 bits by the
-    reference, which rounds every step to them."""
+    """Check the sample in all ways; in the slow interpreter only in small tiles, or for every fifth seed in the default ones.
+    16 bits are not checked with the reference, which rounds every step."""
     for way in [WAYS[sample.seed % 5 > 0]] if INTERPRETED else WAYS:
         if way.implementation != "reference" or sample.dtype in ("float32", "float64"):
             check(sample, way)

@@ -1,10 +1,10 @@
-"""What a call should give, in float64 from nothing of the package, and how far rounding may move each element of it.
+"""The exact results of a call in float64, written independently of the package, and a budget for the rounding of each element.
 
-The oracle is the definition, a dense one; autograd makes its gradients. A packed call is the padded batch of its sequences.
+The oracle is the dense definition, differentiated by autograd. A packed call is computed as the padded batch of its sequences.
 
-Other rules compare with what plain torch is off in the same precision, over many elements. Of any call at all (a single key,
-terms that cancel, 16 bits) that says too little: the budget here is first-order error analysis, element by element. It grows with
-the magnitude of what is summed, so that it never fails for rounding, and a wrong term never fits in it.
+Other rules compare errors with those of plain torch in the same precision, over many elements. That fails for calls with a single
+key, terms that cancel, or 16 bits. The budget here is first-order error analysis, element by element: it grows with the magnitude
+of what is summed, so that rounding always fits in it, and a wrong term does not.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tests.tolerance import within
+from tests.tolerance import assert_at_most
 from triton_relattn import check
 from triton_relattn.testing import Inputs, dropout_mask
 
 UNITS = 16
-"""Rounding errors, in units in the last place, that a number goes through one after the other."""
+"""Rounding errors that a number accumulates, in units in the last place."""
 SMALLEST_SCALE = 2.0**-59
-"""Largest difference between a scale near 0 and the smallest one, which the kernels compute with instead."""
+"""The smallest scale: the kernels replace scales nearer to 0 by it."""
 SCALES_THAT_ROUND = 0.03, 16384.0
-"""Beyond these, terms stay float32 even where others are rounded to float16: docs/numerics.md."""
+"""Terms at scales outside this range are never rounded to float16: docs/numerics.md."""
 TABLES = ("rel_key", "rel_value", "rel_bias", "rel_p2c")
-OF_QUERIES, OF_KEYS = ("query", "rel_query"), ("key", "value")
-INPUTS = (*OF_QUERIES, *OF_KEYS, *TABLES)
+QUERY_INPUTS, KEY_INPUTS = ("query", "rel_query"), ("key", "value")
+INPUTS = (*QUERY_INPUTS, *KEY_INPUTS, *TABLES)
 """The tensors that have gradients."""
 
 
@@ -44,14 +44,14 @@ class Precision(NamedTuple):
     out: float = 0.0
     """Relative error of the out that delta is computed from; 0 if it is not."""
     rounds_terms: bool = False
-    """Whether products with tables are rounded to float16, at scales at which it holds them; a bias is with rel_key's."""
+    """Whether products with tables are rounded to float16 (for scales in SCALES_THAT_ROUND), and rel_bias with rel_key's."""
 
 
 def arithmetic_precision(arithmetic: str | None, dtype: torch.dtype, rounds_terms: bool = False) -> Precision:
     """The errors of "triton", of "tf32" and of all others.
 
-    "tf32" is "triton" in TF32, whose operands are cut to the 11 digits of float16. The inputs have no more (see Sample.in_half),
-    so that only probabilities and dS lose some.
+    "tf32" is "triton" in TF32, which cuts operands to the 11 bits of float16. The inputs have no more (see Sample.in_half), so
+    that only probabilities and dS lose bits.
     """
     sums = UNITS * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     if arithmetic == "tf32":
@@ -64,7 +64,7 @@ def arithmetic_precision(arithmetic: str | None, dtype: torch.dtype, rounds_term
 
 
 class Batch:
-    """The places of a packed call's sequences in a padded batch; those of a call that is not packed are as they are."""
+    """Converts between packed tensors and a padded batch; tensors of a call that is not packed stay as they are."""
 
     def __init__(self, call: dict[str, Any]) -> None:
         self.index, self.lengths = {}, {}
@@ -85,13 +85,13 @@ class Batch:
         return tensor.transpose(1, 2)[self.index[which] < self.lengths[which].sum()] if self.index else tensor
 
     def inputs(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        sides = dict.fromkeys(OF_QUERIES, "q") | dict.fromkeys(OF_KEYS, "k")
-        return {name: self.padded(tensor, sides[name]) if name in sides else tensor for name, tensor in tensors.items()}
+        axes = dict.fromkeys(QUERY_INPUTS, "q") | dict.fromkeys(KEY_INPUTS, "k")
+        return {name: self.padded(tensor, axes[name]) if name in axes else tensor for name, tensor in tensors.items()}
 
 
 class Pairs:
-    """What a call says of each query and key, (B, H, Nq, Nk): its table row and whether the table applies, what is visible, and
-    the number that a mask adds."""
+    """Facts about each pair of query and key, (B, H, Nq, Nk): its table row, whether the table applies, whether the pair is
+    visible, and what the mask adds."""
 
     def __init__(self, call: dict[str, Any], batch: Batch | None = None) -> None:
         batch = batch or Batch(call)
@@ -122,11 +122,11 @@ class Pairs:
             self.added = self.added if mask.dtype == torch.bool else self.added + mask.double().masked_fill(~shown, 0)
 
     def by_pair(self, by_row: Tensor) -> Tensor:
-        """Of numbers by query and row, those of each pair."""
+        """Gather values by query and table row, (..., Nq, rows), to pairs, (..., Nq, Nk)."""
         return by_row.expand(*self.row.shape[:3], self.num_rows).gather(-1, self.row) * self.applies
 
     def terms(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """q.k, p.E + k.F and b of each pair; zero for those that the call lacks."""
+        """q.k, p.E + k.F and b of each pair, zero for absent terms."""
         query = inputs["query"]
         key = inputs["key"].repeat_interleave(query.shape[1] // max(inputs["key"].shape[1], 1), 1)
         relative = bias = query.new_zeros(())
@@ -152,7 +152,7 @@ def probabilities(logits: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
     blind = ~pairs.visible.any(-1, keepdim=True)
     logits = logits.masked_fill(~pairs.visible, -math.inf).masked_fill(blind, 0)
     probs = torch.softmax(logits, -1).masked_fill(blind, 0) if logits.shape[-1] else logits
-    # Not torch.logsumexp: its derivative is wrong where logits are so large that the sum of exponentials is lost.
+    # Not torch.logsumexp: its derivative is wrong for logits so large that the logarithm of the sum is rounded away.
     top = logits.detach().amax(-1) if logits.shape[-1] else logits.new_zeros(logits.shape[:3])
     lse = top + (logits - top[..., None]).exp().sum(-1).log()
     return probs, lse.masked_fill(blind[..., 0], -math.inf)
@@ -163,8 +163,8 @@ def logit_scales(call: dict[str, Any]) -> tuple[float, float]:
     return scale, scale if call.get("rel_scale") is None else call["rel_scale"]
 
 
-def kept_weights(call: dict[str, Any], keep: Tensor | None, pairs: Pairs) -> Tensor:
-    """What dropout multiplies each probability by."""
+def dropout_factors(call: dict[str, Any], keep: Tensor | None, pairs: Pairs) -> Tensor:
+    """The factor of dropout for each probability: 1 / (1 - p), or 0."""
     if keep is None:
         return torch.ones_like(pairs.added)
     p = call["dropout_p"]
@@ -179,7 +179,7 @@ def forward(call: dict[str, Any], keep: Tensor | None = None) -> tuple[Tensor, T
     logits = scale * content + rel_scale * relative + bias
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     probs, lse = probabilities(logits + pairs.added, pairs)
-    out = batch.packed(pairs.attend(inputs, probs * kept_weights(call, keep, pairs)), "q")
+    out = batch.packed(pairs.attend(inputs, probs * dropout_factors(call, keep, pairs)), "q")
     return out, batch.packed(lse, "q").T if batch.index else lse
 
 
@@ -223,16 +223,16 @@ def budgets(call: dict[str, Any], d_out: Tensor, d_lse: Tensor, keep: Tensor | N
         lse_error = (torch.maximum(*shifts) + unit * (1 + lse.abs())).masked_fill(lse == -math.inf, 0)
         relative_error = (z_error + lse_error[..., None] + unit).masked_fill(~visible, 0)
         raised = torch.where(visible, (probs.log() + relative_error).clamp_max(0).exp(), 0)
-        # Of a row whose logits say nothing anymore, lse being so large, the probabilities are anything.
+        # Where lse is so large that rounding exceeds differences of logits, probabilities are arbitrary.
         probs_error = (raised - probs).clamp_min(0) + probs * relative_error.clamp_max(1)
         probs_error = visible * (probs_error + torch.finfo(torch.float32).tiny)
         probs_error = torch.where(relative_error > 0.5, visible * torch.maximum(probs_error, raised), probs_error)
 
-        kept, tiniest = kept_weights(call, keep, pairs), precision.smallest * visible
-        operand_error = (probs_error + (precision.products + unit) * probs + tiniest) * kept
-        out_error, out_size = (pairs.attend(sizes, weights) for weights in (operand_error, probs * kept))
+        factors, tiniest = dropout_factors(call, keep, pairs), precision.smallest * visible
+        operand_error = (probs_error + (precision.products + unit) * probs + tiniest) * factors
+        out_error, out_size = (pairs.attend(sizes, weights) for weights in (operand_error, probs * factors))
     ones = torch.ones_like(probs, requires_grad=True)
-    d_probs = torch.autograd.grad(pairs.attend(sizes, ones), ones, d_out)[0] * kept
+    d_probs = torch.autograd.grad(pairs.attend(sizes, ones), ones, d_out)[0] * factors
     delta = (probs * d_probs).sum(-1, keepdim=True)
     delta_error = (probs_error * d_probs).sum(-1, keepdim=True) + 2 * unit * delta
     if precision.out:
@@ -242,7 +242,7 @@ def budgets(call: dict[str, Any], d_out: Tensor, d_lse: Tensor, keep: Tensor | N
     d_scores_error = slope * (probs_error * inner + probs * (delta_error + 2 * unit * inner)) + slope_error * inner * raised
     d_scores_error = d_scores_error + (precision.products + unit) * d_scores + tiniest
 
-    # From here on all is linear: sums of products with the errors are gradients of sums of products.
+    # The rest is linear: sums of products with errors are gradients of sums of products.
     d_content = abs(scale) * d_scores_error + SMALLEST_SCALE * (d_scores + d_scores_error)
     tiniest_score, (content, relative, bias) = max(abs(scale), abs(rel_scale)) * tiniest, size_terms
     from_scores = (
@@ -256,8 +256,8 @@ def budgets(call: dict[str, Any], d_out: Tensor, d_lse: Tensor, keep: Tensor | N
     return results | {f"d_{name}": budget for name, budget in zip(leaves, found, strict=True)}
 
 
-def kept(inputs: Inputs, dropout_p: float = 0.0, seed: int = 0, **arguments: Any) -> Tensor | None:
-    """What dropout keeps in a call after torch.manual_seed(seed), (B, H, Nq, Nk); None without dropout."""
+def keep_mask(inputs: Inputs, dropout_p: float = 0.0, seed: int = 0, **arguments: Any) -> Tensor | None:
+    """The mask of what dropout keeps after torch.manual_seed(seed), (B, H, Nq, Nk); None without dropout."""
     if not dropout_p:
         return None
     sizes = [*inputs.query.shape[:3], inputs.key.shape[2]]
@@ -269,10 +269,10 @@ def kept(inputs: Inputs, dropout_p: float = 0.0, seed: int = 0, **arguments: Any
 
 
 def exact_results(inputs: Inputs, *, keep: Tensor | None = None, **arguments: Any) -> dict[str, Tensor]:
-    """out, lse and all gradients of a call, packed or not, in float64. keep: as of :func:`kept`, which is the default."""
+    """out, lse and all gradients of a call, packed or not, in float64. keep: the mask of dropout, by default keep_mask's."""
     call = {name: getattr(inputs, name) for name in INPUTS} | arguments
     call = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in call.items() if value is not None}
-    leaves, out, lse = exact(call, kept(inputs, **arguments) if keep is None else keep.cpu())
+    leaves, out, lse = exact(call, keep_mask(inputs, **arguments) if keep is None else keep.cpu())
     cotangents = [inputs.d_out.double().cpu(), inputs.d_lse.double().cpu()]
     gradients = torch.autograd.grad([out, lse], list(leaves.values()), cotangents, materialize_grads=True)
     results = {"out": out.detach(), "lse": lse.detach(), **dict(zip((f"d_{name}" for name in leaves), gradients, strict=True))}
@@ -282,11 +282,11 @@ def exact_results(inputs: Inputs, *, keep: Tensor | None = None, **arguments: An
 def table_gradient_budget(
     inputs: Inputs, *, table: str = "rel_key", keep: Tensor | None = None, **arguments: Any
 ) -> tuple[Tensor, float]:
-    """The exact gradient of a table and the largest error it may have, see triton_relattn.check; of a pack that of its batch."""
-    keep = kept(inputs, **arguments) if keep is None else keep
+    """The exact gradient of a table and its largest allowed error, see triton_relattn.check; packed calls as padded ones."""
+    keep = keep_mask(inputs, **arguments) if keep is None else keep
     if "cu_seqlens_q" in arguments:
         batch = Batch(arguments)
-        tensors = batch.inputs({name: each for name, each in inputs._asdict().items() if each is not None})
+        tensors = batch.inputs({name: tensor for name, tensor in inputs._asdict().items() if tensor is not None})
         tensors |= {"d_out": batch.padded(inputs.d_out, "q"), "d_lse": batch.padded(inputs.d_lse.T, "q")}
         packing = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
         arguments = {name: value for name, value in arguments.items() if name not in packing}
@@ -295,22 +295,22 @@ def table_gradient_budget(
 
 
 def assert_table_gradient(name: str, actual: Tensor, inputs: Inputs, *, table: str = "rel_key", **arguments: Any) -> None:
-    """Assert that a table's gradient is as good as dS (of rel_value: P) rounded once to the inputs' dtype and summed exactly."""
+    """Assert that a table's gradient is as accurate as an exact sum of dS (rel_value: P) rounded once to the inputs' dtype."""
     golden, budget = table_gradient_budget(inputs, table=table, **arguments)
     assert golden.any(), f"{name}: the exact gradient is all zero, the check would be vacuous"
-    within(name, (actual.double() - golden).abs().max(), budget)
+    assert_at_most(name, (actual.double() - golden).abs().max(), budget)
 
 
-def unlucky(
+def worst_draw(
     inputs: Inputs,
     golden: Callable[[Inputs], dict[str, Tensor]],
     reference: Callable[[Inputs], dict[str, Tensor]],
     draws: int = 3,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The golden results, and results of plain torch that are as far off as in the worst of some draws.
+    """The golden results, and results of plain torch with the largest errors of several draws.
 
-    How far off plain torch is at most depends on luck and on the processor, by up to twice. So it computes also inputs that are
-    moved by a unit, in which all is rounded anew.
+    The largest error of plain torch varies by up to a factor of two with the processor and by chance. Each further draw changes
+    the inputs by one unit in the last place, which changes all rounding errors.
     """
 
     def moved(tensor: Tensor | None, generator: torch.Generator) -> Tensor | None:
@@ -325,8 +325,8 @@ def unlucky(
         changed = Inputs(*(moved(tensor, generator) for tensor in inputs)) if number else inputs  # type: ignore[arg-type]
         exact, found = golden(changed) if number else right, reference(changed)
         errors.append({name: (found[name].double() - exact[name]).masked_fill(exact[name].isinf(), 0) for name in found})
-    farthest = {name: max((each[name] for each in errors), key=lambda error: float(error.norm(math.inf))) for name in errors[0]}
-    return right, {name: right[name] + error for name, error in farthest.items()}
+    worst = {name: max((draw[name] for draw in errors), key=lambda error: float(error.norm(math.inf))) for name in errors[0]}
+    return right, {name: right[name] + error for name, error in worst.items()}
 
 
 class Expected(NamedTuple):
@@ -340,8 +340,8 @@ def expected(
     """out, lse and the gradients of all tensors of a call, by "d_" and their names.
 
     Args:
-        call: the arguments of a public function by name, implementation among them, which decides about the budget.
-        keep: what dropout keeps, (B, H, ...) of at least the longest sequence's sizes; None without dropout.
+        call: the arguments of a public function by name; "implementation" determines the budget.
+        keep: the mask of dropout, (B, H, ...) at least as large as the longest sequence; None without dropout.
         rounds_terms: the kernels round terms to float16.
     """
     call = {name: value for name, value in call.items() if value is not None}
@@ -363,7 +363,7 @@ def result_dtype(name: str, call: dict[str, Any]) -> torch.dtype:
 
 
 def assert_within(name: str, actual: Tensor, golden: Tensor, budget: Tensor) -> float:
-    """Each element is off by no more than its budget and the rounding to its dtype; what is beyond the dtype may be anything.
+    """Assert that each element is within its budget plus the rounding to its dtype, where the dtype can hold it.
 
     Returns the largest error / allowance.
     """
@@ -385,4 +385,4 @@ def assert_within(name: str, actual: Tensor, golden: Tensor, budget: Tensor) -> 
             f"got {actual[where].item():.9g}, expected {exact:.9g} to within {budget[where].item():.3g}"
         )
 
-    return within(name, (result - golden).abs()[representable], budget[representable], message)
+    return assert_at_most(name, (result - golden).abs()[representable], budget[representable], message)

@@ -1,4 +1,4 @@
-"""The arguments of a launch, whose tensors come in groups, by names of their own."""
+"""Arguments of launches, whose tensors come in named tuples, as one flat mapping."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ PREFIXES = {"inputs": "", "per_query": "", "d_tables": "d_", "common": ""}
 
 
 def flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all arguments, those in groups by the names of their fields ("rel_key" of d_tables is "d_rel_key")."""
+    """Return all arguments, members of groups under the names of their fields ("rel_key" of d_tables is "d_rel_key")."""
     result: dict[str, Any] = {}
     for name, value in arguments.items():
         if is_group(name, value):
-            result |= {PREFIXES[name] + field: each for field, each in zip(value._fields, value, strict=True)}
+            result |= {PREFIXES[name] + field: member for field, member in zip(value._fields, value, strict=True)}
         else:
             result[name] = value
     return result
 
 
 def grouped(arguments: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments with some changed, by their names in flat."""
+    """Return the arguments in groups, with these changes by flat names."""
     result: dict[str, Any] = {}
     for name, value in arguments.items():
         if is_group(name, value):
-            given = {field: changed.get(PREFIXES[name] + field, each) for field, each in value._asdict().items()}
+            given = {field: changed.get(PREFIXES[name] + field, member) for field, member in value._asdict().items()}
             result[name] = value._replace(**given)
         else:
             result[name] = changed.get(name, value)
@@ -36,11 +36,11 @@ def is_group(name: str, value: Any) -> bool:
 
 
 def flat_types(arguments: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the types of arguments, which have the arguments' form, by the names in flat."""
+    """Return the types of arguments, which are grouped like these, by flat names."""
     result: dict[str, Any] = {}
-    for name, kind in types.items():
+    for name, kinds in types.items():
         if is_group(name, arguments[name]):
-            result |= {PREFIXES[name] + field: each for field, each in zip(arguments[name]._fields, kind, strict=True)}
+            result |= {PREFIXES[name] + field: kind for field, kind in zip(arguments[name]._fields, kinds, strict=True)}
         else:
-            result[name] = kind
+            result[name] = kinds
     return result

@@ -1,8 +1,8 @@
 """One valid call of the operator as a value.
 
 A Sample prints as one line, and the line, evaluated, is the sample again: a failure is repeated by
-``python -m tests.draws --sample 'Sample(...)'``. All numbers in its tensors come from its seed. It says nothing of who computes
-it (tests/check.py does), but that blocks chooses among the small blocks and tiles that a way to compute may have.
+``python -m tests.draws --sample 'Sample(...)'``. Its tensors are drawn from its seed. It does not name an implementation: those
+are in tests/check.py. Its field ``blocks`` chooses among their small blocks or tiles.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ FAR = 2**29
 
 
 def in_memory_order(tensor: Tensor, *order: int, step: int = 1) -> Tensor:
-    """Copy a tensor to other memory: dimensions in the given order (outermost first), elements of the last one ``step`` apart,
-    every dimension padded in front with NaN, which no implementation may read."""
+    """Copy a tensor to memory with dimensions in this order (outermost first), elements of the last one ``step`` apart, and NaN
+    before each dimension, which no implementation may read."""
     padded = tensor.new_full([tensor.shape[dim] + 1 for dim in order] + [step], math.nan)
     view = padded[..., 0]
     for dim in range(tensor.dim()):
@@ -44,7 +44,7 @@ ORDERS: dict[str, tuple[int, ...]] = {
 
 
 def with_different_strides(inputs: Inputs) -> Inputs:
-    """Copy inputs so that every tensor has strides, a storage offset and padding of its own."""
+    """Copy inputs so that each tensor has different strides, storage offset and padding."""
     copies = {}
     for number, (name, tensor) in enumerate(inputs._asdict().items()):
         if tensor is not None:  # tables that heads share lack a dimension
@@ -97,15 +97,15 @@ class Sample:
     return_lse: bool = True
     sharp: bool = False
     in_half: bool = False
-    """Numbers are rounded to float16 first, so that products in TF32 lose no digits of them."""
+    """Values are rounded to float16 first, so that TF32 represents them exactly."""
     requires_grad: tuple[str, ...] = INPUTS
-    """The tensors whose gradients are asked for, if the call has them."""
+    """The tensors, if present, whose gradients are computed."""
     cotangents: str = "both"
-    """Which of the results the gradients come from: "both", "out" or "lse"."""
+    """The results that gradients flow back from: "both", "out" or "lse"."""
     strided: tuple[str, ...] = ()
-    """Tensors with strides of their own, padding between, and perhaps dimensions of stride 0."""
+    """Tensors with unusual strides, padding between elements, and perhaps dimensions of stride 0."""
     in_order: bool = False
-    """Strided tensors have the usual order of dimensions and dense rows, which are an odd number of elements apart."""
+    """Strided tensors have the usual order of dimensions, dense rows, and an odd stride of rows."""
     spoilt: str | None = None
     """Content ("nan" or "inf") of table rows that no pair has, and of keys and values that no query sees."""
     mode: str = "grad"
@@ -117,7 +117,7 @@ class Sample:
     """TRITON_RELATTN_WORKSPACE."""
 
     def __repr__(self) -> str:
-        """The fields that are not as by default; strings in double quotes, so that a shell takes it in single ones."""
+        """All fields that differ from the default; strings in double quotes, so that a shell takes the line in single ones."""
         fields = [(field, getattr(self, field.name)) for field in dataclasses.fields(self)]
         return f"Sample({', '.join(f'{field.name}={value!r}' for field, value in fields if value != field.default)})".replace(
             "'", '"'
@@ -156,7 +156,7 @@ class Sample:
         return found
 
     def laid_out(self, name: str, tensor: Tensor) -> Tensor:
-        """The tensor in memory of its own kind, if it is one of those that are strided."""
+        """The tensor with unusual strides if its name is in ``strided``."""
         if name not in self.strided:
             return tensor
         if self.in_order:
@@ -169,7 +169,7 @@ class Sample:
     def numbers(
         self, name: str, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None, is_meta: bool = False
     ) -> Tensor:
-        """Normally distributed numbers that belong to seed and name."""
+        """Normally distributed values, determined by seed and name."""
         place = (*INPUTS, "d_out", "d_lse", "attn_mask").index(name)
         generator = torch.Generator().manual_seed(self.seed * 64 + place)
         shape = self.shapes[name] if shape is None else shape
@@ -198,19 +198,19 @@ class Sample:
         return self.laid_out("attn_mask", self.numbers("attn_mask", shape, dtype).masked_fill(~visible, low))
 
     def vector(self, values: tuple[int, ...]) -> Tensor:
-        """Integers, and others between them if integers are strided."""
+        """A vector of integers; with stride 2 if "integers" is in ``strided``."""
         vector = torch.tensor(values, dtype=getattr(torch, self.integers))
         return torch.stack((vector, torch.full_like(vector, -(2**31))), -1)[:, 0] if "integers" in self.strided else vector
 
     def inputs(self, is_meta: bool = False) -> tuple[Inputs, dict[str, Any]]:
-        """The tensors with those of gradients, and the other arguments."""
+        """The input tensors with d_out and d_lse, and the other arguments."""
         arguments, dtype = self.call(is_meta), torch.promote_types(getattr(torch, self.dtype), torch.float32)
         tensors, _ = {name: arguments.pop(name, None) for name in INPUTS}, arguments.pop("return_lse")
         d_out, d_lse = self.numbers("d_out", is_meta=is_meta), self.numbers("d_lse", None, dtype, is_meta)
         return Inputs(**tensors, d_out=d_out, d_lse=d_lse), arguments
 
     def call(self, is_meta: bool = False) -> dict[str, Any]:
-        """All arguments, by name, but for implementation; is_meta: large tensors on the device meta."""
+        """All arguments by name except implementation; is_meta: large tensors are on the device meta."""
         bias = torch.float32 if self.float32_bias else None
         call: dict[str, Any] = {}
         for name in self.shapes:

@@ -1,4 +1,4 @@
-"""How far two ways to compute the same may be apart, and comparisons of an error with what it may be."""
+"""Derived tolerances between two computations of the same result, and assertions on errors."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ import torch
 from triton_relattn.check import float32_gradient_budget
 
 LOWER = {torch.float64: torch.float32, torch.float32: torch.float16}
-"""The precision below each: what a result has that was rounded to it on the way."""
+"""The next lower precision, whose use in an intermediate step must be detected."""
 
 
-def tolerance_of(dtype: torch.dtype) -> float:
-    """Return how far apart, relative to their largest number, two ways to compute the same in ``dtype`` may be.
+def dtype_tolerance(dtype: torch.dtype) -> float:
+    """Return the largest allowed difference of two computations in ``dtype``, relative to the largest value.
 
-    It lies between the unit of dtype and that of the precision below, equally far from both on a logarithmic scale: 5.1e-12 for
-    float64, 1.1e-5 for float32. So 23,000 (90) units are allowed, twice what rounding needs in sums of 23,000 (90) numbers in any
-    order, see sum_allowance; a detour through the lower precision takes as many times more. Of 16 bits, in which results are
-    rounded once: two units.
+    It is the geometric mean of eps of dtype and of the next lower precision: 5.1e-12 for float64, 1.1e-5 for float32. That is
+    23,000 (90) units, twice the rounding of sums of 23,000 (90) values in any order, see sum_allowance; rounding to the lower
+    precision exceeds it by the same factor. In 16 bits, where only results are rounded, two units are allowed.
     """
     eps = torch.finfo(dtype).eps
     return math.sqrt(eps * torch.finfo(LOWER[dtype]).eps) if dtype in LOWER else 2 * eps
@@ -28,13 +27,13 @@ def tolerance_of(dtype: torch.dtype) -> float:
 def sum_allowance(terms: int, magnitudes: torch.Tensor | float, dtype: torch.dtype = torch.float32) -> torch.Tensor | float:
     """Return the largest difference of two sums of ``terms`` products in dtype, in any two orders.
 
-    Each is off by at most ``terms * eps / 2`` (Higham, Accuracy and Stability, 4.2: one rounding of each product, one of each
-    addition) of ``magnitudes``, the sum of the products' absolute values; there is a factor of two to spare.
+    The error of one is at most ``terms * eps / 2 * magnitudes`` (Higham, Accuracy and Stability, 4.2: one rounding of each
+    product and of each addition); magnitudes is the sum of the products' absolute values. There is a factor of two of room.
     """
     return 2 * terms * torch.finfo(dtype).eps * magnitudes
 
 
-def within(
+def assert_at_most(
     what: str,
     error: torch.Tensor | float,
     allowance: torch.Tensor | float,
@@ -43,12 +42,12 @@ def within(
     """Assert that an error is at most its allowance, and return the largest ratio; tensors are compared element by element.
 
     Args:
-        what: the name of what is compared.
-        allowance: positive; of tensors, elements may be zero, where the error must be.
-        message: says more than that, if it fails.
+        what: the name of the compared quantity.
+        allowance: positive; elements of a tensor may be zero where the error must be zero.
+        message: makes the message of the error, instead of the default one.
 
     Raises:
-        AssertionError: the error is larger, or NaN; or the allowance is none.
+        AssertionError: the error is larger than the allowance, or NaN; or the allowance is not positive.
     """
     ratio, worst, allowed = farthest(what, error, allowance)
     if ratio > 1:
@@ -60,7 +59,7 @@ def within(
 
 def farthest(what: str, error: torch.Tensor | float, allowance: torch.Tensor | float) -> tuple[float, float, float]:
     """Return the largest ratio of an error and its allowance, infinite for NaN, and both where that is."""
-    errors, allowances = (torch.as_tensor(each, device="cpu", dtype=torch.float64).detach() for each in (error, allowance))
+    errors, allowances = (torch.as_tensor(values, device="cpu", dtype=torch.float64).detach() for values in (error, allowance))
     if not bool((allowances >= 0).all()) or (allowances.dim() == 0 and not 0 < float(allowances) < math.inf):
         raise AssertionError(f"{what}: {allowance} is no allowance")
     if bool((errors < 0).any()):
@@ -81,23 +80,23 @@ def assert_near(
     tolerance: float | None = None,
     smallest: float = 0.0,
 ) -> None:
-    """Assert that two ways to compute the same agree up to rounding, relative to the largest number that is expected.
+    """Assert that two results agree up to rounding, relative to the largest expected value.
 
     Args:
-        tolerance: relative to that; :func:`tolerance_of` the dtype, unless something is derived that says more.
+        tolerance: relative; by default :func:`dtype_tolerance` of the dtype.
         smallest: what the largest number is taken to be at least, where terms cancel.
 
     Raises:
-        AssertionError: shapes or dtypes differ, or the error is larger, or not finite numbers stand in other places.
+        AssertionError: shapes, dtypes or the places of infinities and NaN differ, or the error is larger.
     """
     if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
-        found, wanted = (f"{tuple(each.shape)} {each.dtype}" for each in (actual, expected))
+        found, wanted = (f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in (actual, expected))
         raise AssertionError(f"{what}: {found}, expected {wanted}")
     actual, expected = actual.detach(), expected.detach()
     finite = expected.isfinite()
-    beyond = [each[~finite].nan_to_num() for each in (actual, expected)]
+    beyond = [tensor[~finite].nan_to_num() for tensor in (actual, expected)]
     if not torch.equal(actual.isfinite(), finite) or not torch.equal(*beyond):
-        raise AssertionError(f"{what}: not finite, or finite, where the other is not")
+        raise AssertionError(f"{what}: infinities or NaN are in other places")
     if not finite.any():
         return
     right = expected[finite].double()
@@ -105,9 +104,9 @@ def assert_near(
     error = float((actual[finite].double() - right).abs().max())
     if largest == 0:
         if error:
-            raise AssertionError(f"{what}: {error:.3e} where all that is expected is zero")
+            raise AssertionError(f"{what}: {error:.3e} where only zeros are expected")
         return
-    within(what, error, (tolerance_of(expected.dtype) if tolerance is None else tolerance) * largest)
+    assert_at_most(what, error, (dtype_tolerance(expected.dtype) if tolerance is None else tolerance) * largest)
 
 
 def assert_same(name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -117,7 +116,7 @@ def assert_same(name: str, actual: torch.Tensor, expected: torch.Tensor) -> None
 
 
 def assert_bit_equal(results: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    """The same results with the same numbers, NaN among them."""
+    """Assert that the same results have the same bits, and NaN in the same places."""
     assert results.keys() == expected.keys()
     for name, result in results.items():
         assert torch.equal(result.nan_to_num(12345.0), expected[name].nan_to_num(12345.0)), name
@@ -131,4 +130,4 @@ def assert_gradients_close_fp32(
     infinite = golden == -math.inf
     assert torch.equal(actual == -math.inf, infinite), f"{name}: -inf in other places"
     error, golden = (actual.double() - golden).masked_fill(infinite, 0), golden.masked_fill(infinite, 0)
-    within(name, error.norm(), float32_gradient_budget(golden, all_golden))
+    assert_at_most(name, error.norm(), float32_gradient_budget(golden, all_golden))

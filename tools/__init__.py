@@ -1,1 +1,1 @@
-"""Tools for any Triton project: nothing in here imports the package or its benchmarks."""
+"""Tools for any Triton project, which do not import the package or its benchmarks."""

@@ -1,8 +1,7 @@
-"""Kernels compiled for GPUs that this machine lacks: the kernel is recorded, or passed to a callback, instead of launched.
+"""Compile kernels for GPUs that this machine lacks, and record launches, or pass them to a callback.
 
-The real host code runs: launchers, specialization, grids; for GPUs of any kind, AMD's too, and for the emulator, which runs what
-is recorded. stub_gpu goes further, through Triton's launcher up to the driver, for NVIDIA's alone. Not usable in a process with
-TRITON_INTERPRET=1.
+The real host code runs (launchers, specialisation, grids), for NVIDIA and AMD GPUs. The emulator runs the recorded kernels.
+stub_gpu goes through Triton's launcher down to the driver, for NVIDIA only. Not usable in a process with TRITON_INTERPRET=1.
 
 with recorded_launches("sm_90") as launches:
     kernel[grid](...)  # any Triton kernel, on CPU tensors
@@ -29,7 +28,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 HOOK_IS_IN_KEYS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
-"""Whether Triton's caches tell apart what was compiled with a hook in its pipeline."""
+"""Whether the keys of Triton's caches contain a hook of its pipeline."""
 
 
 def gpu_target(name: str) -> GPUTarget:
@@ -60,7 +59,7 @@ class AbsentGPU(DriverBase):
         raise RuntimeError("nothing can be timed on a GPU that is not there")
 
     def get_current_device(self) -> Any:
-        return (self.target.backend, self.target.arch)  # keeps the compiled kernels of several targets apart
+        return (self.target.backend, self.target.arch)  # separates the compiled kernels of several targets
 
     def set_current_device(self, device: Any) -> None:
         pass
@@ -83,7 +82,7 @@ class Launch:
 
 
 def torch_for(target: str) -> Any:
-    """Within, torch says that it is built for the target's GPUs."""
+    """Make torch report a build for the target's GPUs."""
     return mock.patch.object(torch.version, "hip", "6.4" if gpu_target(target).backend == "hip" else None)
 
 
@@ -104,11 +103,11 @@ def recorded_launches(
     run: Callable[[Launch, tuple[Any, ...]], None] | None = None,
     assembled: bool = True,
 ) -> Iterator[list[Launch]]:
-    """Within, launchers choose configurations for the target; its kernels are compiled, their launches recorded.
+    """Record launches for the target: launchers choose its configurations, and kernels are compiled for it.
 
     Args:
-        only: the one kernel that is compiled, by its name without its ending, "_kernel"; "": none; None: all.
-        run: what runs a launch instead, with the arguments that the kernel was called with; None: nothing does.
+        only: the name, without "_kernel", of the only kernel that is compiled; "": none; None: all.
+        run: a function called with each launch and its arguments.
         assembled: whether NVIDIA's kernels are compiled to machine code; False: only to PTX, in an eighth less time, from
             Triton 3.7 on.
     """
@@ -132,7 +131,7 @@ def recorded_launches(
         "launch_metadata": lambda self, *_: None,
         "function": None,
     }
-    kept = {name: CompiledKernel.__dict__.get(name) for name in replaced}
+    originals = {name: CompiledKernel.__dict__.get(name) for name in replaced}
     pipeline_hook = triton.knobs.runtime.add_stages_inspection_hook
     active = driver._active
     driver.set_active(AbsentGPU(gpu_target(target)))
@@ -149,7 +148,7 @@ def recorded_launches(
         JITFunction.run = compile_and_launch
         triton.knobs.runtime.add_stages_inspection_hook = pipeline_hook
         driver._active = active
-        for name, original in kept.items():
+        for name, original in originals.items():
             if original is None:
                 delattr(CompiledKernel, name)
             else:
@@ -166,5 +165,5 @@ def _disassembled(cubin: bytes) -> str:
 
 
 def disassembled(kernel: CompiledKernel) -> str:
-    """The machine code of a kernel for NVIDIA's GPUs, after what it takes, as cuobjdump prints both."""
+    """Resource usage and machine code of a kernel for NVIDIA GPUs, as cuobjdump prints them."""
     return _disassembled(kernel.asm["cubin"])

@@ -33,7 +33,7 @@ BUDGET = 150.0  # seconds: with the rest, the demo takes less than three minutes
 MOST_MEMORY = 10 << 30  # so much that a vector for every pair fits at 4096; less where less is free
 
 
-def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="python -m examples.demo", description=__doc__)
     parser.add_argument("--out", type=new_folder, default=Path("out"), help="folder for demo.csv and demo.png (default: out)")
     parser.add_argument(
@@ -108,7 +108,7 @@ def draw(rows: Sequence[dict[str, Any]], memory_limit: int, path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo. Returns the exit status: 0, or 1 if a result is wrong or a measurement failed."""
-    arguments = arguments_of(argv)
+    arguments = parse_arguments(argv)
     started = time.monotonic()
     dtype = "bf16" if arguments.device == "cuda" else "fp32"
     lengths = lengths_up_to(min(arguments.max_length, LONGEST_QUICK) if arguments.quick else arguments.max_length)

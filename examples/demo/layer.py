@@ -15,15 +15,15 @@ from triton_relattn.testing import last_place
 from ..music.tokens import VOCABULARY
 from .sweep import HEAD_DIM, HEADS
 
-# Both sum thousands of float32 products in orders of their own: equal in kind, not in every bit. Twice the reference's
-# error would be the same quality with bad luck; three times it is still noise; a wrong formula is off by far more.
+# Both sum thousands of float32 products in different orders. Errors of up to three times the reference's are rounding; a wrong
+# formula has far larger ones.
 FACTOR = 3
 ULPS = 2
 
 
 @dataclass(frozen=True)
 class Row:
-    """How far one tensor is from the golden one."""
+    """The errors of one tensor."""
 
     name: str
     size: float
@@ -42,7 +42,7 @@ class Row:
 
 
 def compare(name: str, actual: torch.Tensor, reference: torch.Tensor, golden: torch.Tensor) -> Row:
-    """Largest error of ``actual``, and what is allowed: FACTOR times that of ``reference``, plus ULPS units in the last place.
+    """Largest error of ``actual``, and the allowed one: FACTOR times that of ``reference``, plus ULPS units in the last place.
 
     Args:
         reference: the reference's result in the precision of ``actual``.

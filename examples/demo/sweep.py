@@ -1,4 +1,4 @@
-"""Peak memory and time of all methods over all lengths, within limits of memory and time; what is skipped says why."""
+"""Peak memory and time of all methods over all lengths, up to limits of memory and time, with reasons for skipped ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make_case(length: int, dtype: str) -> Case:
 def sweep(lengths: Sequence[int], dtype: str, device: str, memory_limit: int, budget: float) -> Iterator[dict[str, Any]]:
     """Yield rows as they are measured, in about ``budget`` seconds: ours and the strongest methods first, short lengths first.
 
-    What runs out of memory is not tried at longer lengths.
+    Methods that ran out of memory are not tried at longer lengths.
     """
     end = time.monotonic() + budget
     failures = Failures()

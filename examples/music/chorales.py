@@ -22,14 +22,14 @@ from .tokens import HOLD, REST, STEP, VOCABULARY, VOICES, voice_tokens
 EDGE = VOCABULARY  # stands before the first token of a chorale; it is read, never predicted
 IGNORED = -100  # targets behind the last token
 PARTS = ("Soprano", "Alto", "Tenor", "Bass")
-TUNE = 8  # so many intervals of the soprano tell one hymn tune from another
+TUNE = 8  # the number of intervals of the soprano that identify a hymn tune
 Batch = tuple[torch.Tensor, torch.Tensor]
 """Inputs and targets, (windows, length) int64: the token before, and the token."""
 
 
 @dataclass(frozen=True)
 class Chorale:
-    """Name in the catalogue, as in bwv66.6, and soprano, alto, tenor and bass of one eighth note after the other."""
+    """A name in the catalogue such as bwv66.6, and tokens: soprano, alto, tenor and bass of each eighth note."""
 
     name: str
     tokens: torch.Tensor
@@ -41,7 +41,7 @@ class Chorale:
 
     @property
     def tune(self) -> tuple[int, ...]:
-        """The first intervals of the soprano: Bach set many hymn tunes several times."""
+        """The first intervals of the soprano, which identify a hymn tune: Bach set many of them several times."""
         soprano = self.tokens[::VOICES]
         return tuple(soprano[soprano < HOLD].diff()[:TUNE].tolist())
 
@@ -54,7 +54,7 @@ class Split:
 
 
 def load(count: int = 0) -> list[Chorale]:
-    """The first so many chorales, 0: all 365. Parsing all takes a minute or two, so their tokens are kept in the cache folder."""
+    """The first chorales, or for 0 all 365. Parsing takes a minute or two, so that tokens are stored in the cache folder."""
     folder = cache_folder()
     if folder is None:
         found = _parse(count)
@@ -68,7 +68,7 @@ def load(count: int = 0) -> list[Chorale]:
 
 
 def _parse(count: int) -> dict[str, list[int]]:
-    """Tokens of the works that are in four parts and have nobody else play."""
+    """Tokens of the works that have exactly four parts."""
     from music21 import corpus
 
     paths = sorted(path for path in corpus.getComposer("bach") if re.fullmatch(r"bwv\d.*\.(mxl|xml)", path.name))
@@ -85,14 +85,14 @@ def _parse(count: int) -> dict[str, list[int]]:
 
 
 def write(path: Path, content: bytes) -> None:
-    """All of it or nothing: a file that is there is whole."""
+    """Write a file atomically: an existing file is complete."""
     beside = path.with_name(path.name + ".part")
     beside.write_bytes(content)
     os.replace(beside, path)
 
 
 def split(chorales: Sequence[Chorale]) -> Split:
-    """By catalogue number, that of the first setting of its tune, so that no tune is in two parts; 8:1:1."""
+    """Split 8:1:1 by the catalogue number of the first setting of each tune, so that no tune is in two parts."""
     first: dict[tuple[int, ...], int] = {}
     for chorale in chorales:
         first[chorale.tune] = min(chorale.number, first.get(chorale.tune, chorale.number))
@@ -146,7 +146,7 @@ def training_batch(chorales: Sequence[Chorale], length: int, size: int, transpos
 
 
 def write_midi(tokens: Sequence[int], path: Path, beats_per_minute: int = 72) -> None:
-    """Four parts; a HOLD with nothing to hold is silence."""
+    """Write a MIDI file with four parts; a HOLD without a previous note is silence."""
     from music21 import note, stream, tempo
 
     score = stream.Score()
@@ -168,7 +168,7 @@ def write_midi(tokens: Sequence[int], path: Path, beats_per_minute: int = 72) ->
 
 
 def names(tokens: Sequence[int]) -> list[str]:
-    """Tokens as one reads them: C#4, -- (goes on), .. (silence)."""
+    """Readable tokens: C#4, -- (held), .. (silence)."""
     pitches = "C C# D Eb E F F# G Ab A Bb B".split()
     signs = {HOLD: "--", REST: ".."}
     return [signs.get(token) or f"{pitches[token % 12]}{token // 12 - 1}" for token in tokens]

@@ -1,4 +1,4 @@
-"""A baseline that counts: an interpolated n-gram model of the same tokens."""
+"""A baseline: an interpolated n-gram model of the same tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Context = tuple[int, ...]
 class Ngram:
     """The next token given the voice and the last ``order`` tokens; Witten-Bell smoothing, down to the uniform distribution.
 
-    Pitches are counted relative to the last one that began, which is what counting all transpositions would do.
+    Pitches are relative to the previous note's, which is equivalent to counting all transpositions.
     """
 
     def __init__(self, order: int, chorales: Iterable[Chorale]) -> None:

@@ -1,4 +1,4 @@
-"""The CSV files of runs, and the figures and the table made of them."""
+"""CSV files of runs, and figures and a table made from them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def read_csv(path: Path) -> list[dict[str, str]]:
 
 
 def curve(rows: Sequence[Row], column: str) -> tuple[list[int], list[float]]:
-    """Steps and losses; those of training as means from one validation to the next, as a single batch says little."""
+    """Steps and losses; training losses are means between validations."""
     steps, losses, since = [], [], []
     for row in rows:
         since.append(float(row["train"]))
@@ -116,8 +116,8 @@ def table(folders: Iterable[Path]) -> str:
         f"| attention | parameters | seeds | {' | '.join(MEASURED.values())} |",
         "|---|---|---|" + "---|" * len(MEASURED),
     ]
-    for kind, of_kind in runs.items():
-        results = [result for result, _ in of_kind]
+    for kind, kind_runs in runs.items():
+        results = [result for result, _ in kind_runs]
         cells = [_spread([float(result[name]) for result in results]) for name in MEASURED]
         seeds = ", ".join(sorted(result["seed"] for result in results))
         lines.append(f"| {kind} | {int(results[0]['parameters']):,} | {seeds} | {' | '.join(cells)} |")
@@ -159,8 +159,8 @@ def draw_summary(folders: Iterable[Path], path: Path) -> None:
         figure, both = plt.subplots(1, 2, figsize=(WIDTH, 3.6), sharey=True)
         for axes, (column, where) in zip(both, panels.items(), strict=True):
             ends = {}
-            for kind, of_kind in runs.items():
-                curves = [curve(rows, column) for _, rows in of_kind]
+            for kind, kind_runs in runs.items():
+                curves = [curve(rows, column) for _, rows in kind_runs]
                 steps, losses = curves[0][0], list(zip(*(losses for _, losses in curves), strict=True))
                 means = [statistics.fmean(values) for values in losses]
                 axes.plot(steps, means, color=COLORS[kind], linewidth=1.8)
@@ -185,20 +185,20 @@ def draw_summary(folders: Iterable[Path], path: Path) -> None:
 
 
 def _name(axes: Any, text: str, end: tuple[int, float], color: str) -> None:
-    """Write a line's name behind its end."""
+    """Write a line's name after its end."""
     axes.annotate(text, end, (8, 0), textcoords="offset points", va="center", color=color, fontsize=SMALL)
 
 
 def difference(first: Path, second: Path) -> str:
-    """Markdown: how far the losses of two runs are apart at most, over a quarter of the steps, half of them, and all."""
+    """Markdown: the largest differences of the losses of two runs, over a quarter, a half and all of the steps."""
     rows = list(zip(*(read_csv(folder / CURVE) for folder in (first, second)), strict=False))
     columns = ("train", "validation", "validation_twice")
     lines = [f"| steps | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
     for steps in (len(rows) // 4, len(rows) // 2, len(rows)):
         cells = []
         for column in columns:
-            apart = [abs(float(a[column]) - float(b[column])) for a, b in rows[:steps] if a[column] and b[column]]
-            cells.append(f"{max(apart):.1e}" if apart else "")
+            differences = [abs(float(a[column]) - float(b[column])) for a, b in rows[:steps] if a[column] and b[column]]
+            cells.append(f"{max(differences):.1e}" if differences else "")
         lines.append(f"| 1 .. {steps} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

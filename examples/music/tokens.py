@@ -26,7 +26,7 @@ class Music:
 
     @property
     def notes(self) -> int:
-        """How many tokens begin a note."""
+        """The number of tokens that begin a note."""
         return int((self.tokens < HOLD).sum())
 
 

@@ -1,7 +1,4 @@
-"""Features of a call beyond a table for the keys, compiled for GPUs that this machine lacks.
-
-The tests check that calls which take most shared memory fit, and that all features compile together.
-"""
+"""Kernels of calls with all features compile for GPUs that this machine lacks, and fit in their shared memory."""
 
 from __future__ import annotations
 
@@ -26,30 +23,32 @@ BATCH, HEADS, KEY_HEADS, QUERIES, KEYS = 3, 4, 2, 300, 400
 FEATURES: dict[str, Any] = {"window_size": (90, 50), "dropout_p": 0.1, "softcap": 30.0, "rel_scale": 0.3, "enable_gqa": True}
 
 
+def assert_fit(target: str, launches: list[Launch]) -> None:
+    shared = {launch.name: launch.kernel.metadata.shared for launch in launches}
+    assert max(shared.values()) <= architecture_of(target).shared_memory, shared
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "width", "precision"),
-    # All widths where a program has least shared memory, else every fifth combination.
+    # All widths where programs have least shared memory, and every fifth of the other combinations.
     [
         *itertools.product(["sm_86"], [64, 128, 256], ["bf16"]),
         *list(itertools.product([*NVIDIA, "gfx90a", "gfx942"], [64, 128, 256], ["bf16", "tf32"]))[::5],
     ],
 )
 def test_special_features_fit(target: str, width: int, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The forward with a table for values, or a query of its own, or all terms; on one target also the backward."""
+    """The forward with rel_value, rel_query, or all terms; on one target also the backward."""
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     for name in ("shaw", "own_query", "everything"):
         tensors, spec = everything(dtype, width - 8, "clamp", False) if name == "everything" else call(name, dtype, width)
-        tensors = tensors._replace(
-            rel_p2c=None
-        )  # beside rel_value it takes more, and calls get a smaller tile; see selection.until_it_fits
+        tensors = tensors._replace(rel_p2c=None)  # with rel_value it gets a smaller tile, see selection.until_it_fits
         with recorded_launches(target) as recorded:
             out, lse, softmax_stats, _ = forward(tensors, spec)
             if target == "sm_86" and precision == "bf16":
                 backward(out, lse, out, softmax_stats, tensors, spec)
-        for launch in recorded:
-            assert launch.kernel.metadata.shared <= architecture_of(target).shared_memory, (name, launch.name)
+        assert_fit(target, recorded)
 
 
 ROUNDED = "satfinite.f16x2"
@@ -65,8 +64,7 @@ ROUNDED = "satfinite.f16x2"
     ],
 )
 def test_attention_by_position_alone_has_float32_terms(target: str, name: str) -> None:
-    """A scale of 0 compiles for every kernel, and fits; terms, divided by the number that it is replaced by, are not rounded.
-    Those of a bias alone never are."""
+    """With a scale of 0, all kernels compile and fit, and terms are not rounded to float16; those of a bias alone never are."""
     for scale in (0.125, 0.0):
         tensors, spec = call(name, torch.bfloat16, 64, length=1024)
         spec = spec._replace(scale=scale, rel_scale=0.125)
@@ -76,12 +74,11 @@ def test_attention_by_position_alone_has_float32_terms(target: str, name: str) -
         rounds = {launch.name: ROUNDED in launch.kernel.asm["ptx"] for launch in recorded}
         assert {"forward", "dq", "dkv"} <= set(rounds), list(rounds)
         assert any(rounds.values()) == (scale > 0 and name != "t5"), rounds
-        for launch in recorded:
-            assert launch.kernel.metadata.shared <= architecture_of(target).shared_memory, launch.name
+        assert_fit(target, recorded)
 
 
 def everything(dtype: torch.dtype, width: int, outside: Any, packed: bool) -> tuple[Any, Any]:
-    """A resolved call that has every tensor and every scalar that padded, or packed, batches can have."""
+    """A resolved call with all tensors and scalars of padded or packed batches."""
 
     def tensor(heads: int, length: int, columns: int) -> torch.Tensor:
         return torch.empty(*((BATCH * length, heads) if packed else (BATCH, heads, length)), columns, dtype=dtype)
@@ -111,17 +108,6 @@ def everything(dtype: torch.dtype, width: int, outside: Any, packed: bool) -> tu
     return tensors._replace(dropout_seed=seed, dropout_origins=origins), spec
 
 
-def launches(target: str, outside: Any, packed: bool) -> list[Launch]:
-    tensors, spec = everything(torch.bfloat16, 40, outside, packed)
-    tiles = dict.fromkeys(selection.KERNELS, selection.TileConfig(16, 16, 4, 1))
-    out = torch.empty(*tensors.query.shape[:3], tensors.value.shape[-1], dtype=torch.bfloat16)
-    lse = torch.empty(tensors.query.shape[:3])
-    with recorded_launches(target) as recorded:
-        softmax_stats = forward(tensors, spec, tiles["forward"])[2]
-        backward(out, lse, out, softmax_stats, tensors, spec, tiles=tiles)
-    return recorded
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("target", "outside", "packed"),
@@ -139,43 +125,35 @@ def launches(target: str, outside: Any, packed: bool) -> list[Launch]:
     ],
 )
 def test_everything_at_once_compiles_and_fits(target: str, outside: str, packed: bool) -> None:
-    """Every kernel of a call that has every feature, with the smallest tiles."""
-    recorded = launches(target, outside, packed)
-    far_keys = ["far_keys"] if outside == "clamp" else []
-    of_backward = ["delta", "dkv", *["dq"] * (2 if outside == "clamp" else 1), "dtable", "dtable", "dp2c"]
-    assert [launch.name for launch in recorded] == [*far_keys, "forward", *far_keys, *of_backward]
-    for launch in recorded:
-        assert launch.kernel.metadata.shared <= architecture_of(target).shared_memory, launch.name
+    """All kernels of a call with all features, with the smallest tiles."""
+    tensors, spec = everything(torch.bfloat16, 40, outside, packed)
+    tiles = dict.fromkeys(selection.KERNELS, selection.TileConfig(16, 16, 4, 1))
+    with recorded_launches(target) as recorded:
+        out, lse, softmax_stats, _ = forward(tensors, spec, tiles["forward"])
+        backward(out, lse, out, softmax_stats, tensors, spec, tiles=tiles)
+    kernels = {"forward", "delta", "dkv", "dq", "dtable", "dp2c", *["far_keys"] * (outside == "clamp")}
+    assert {launch.name for launch in recorded} == kernels
+    assert_fit(target, recorded)
 
 
-def fit(target: str, dtype: torch.dtype, width: int, name: str) -> None:
-    """Assert that the kernels of a call and its backward compile, and fit."""
-    tensors, spec = call(name, dtype, width)
+@pytest.mark.parametrize(
+    ("target", "dtype", "width", "table"),
+    [
+        pytest.param("sm_90", torch.float16, 32, "clamp", marks=pytest.mark.thorough),
+        pytest.param("sm_80", torch.float32, 64, "clamp", marks=pytest.mark.thorough),
+        pytest.param("sm_86", torch.bfloat16, 256, "clamp", marks=pytest.mark.thorough),
+        pytest.param("sm_100", torch.bfloat16, 128, "clamp", marks=pytest.mark.thorough),
+        pytest.param("gfx942", torch.bfloat16, 128, "clamp", marks=pytest.mark.thorough),
+        *(pytest.param(*combination, marks=pytest.mark.slow) for combination in SWEEP),
+    ],
+)
+def test_selected_configurations_fit(target: str, dtype: torch.dtype, width: int, table: str) -> None:
+    """A sample of what the selector can return; the slow sweep takes nearly all pairs of targets, dtypes, widths and tables."""
+    tensors, spec = call(f"{table}_causal", dtype, width)
     with recorded_launches(target) as recorded:
         out, lse, softmax_stats, _ = forward(tensors, spec)
         backward(out, lse, out, softmax_stats, tensors, spec)
-    for launch in recorded:
-        assert launch.kernel.metadata.shared <= architecture_of(target).shared_memory, (target, dtype, width, launch.name)
-
-
-@pytest.mark.thorough
-def test_dtypes_and_widths_compile_and_fit() -> None:
-    """A sample of what the selector can return; all of it in the slow sweep."""
-    for target, dtype, width in (
-        ("sm_90", torch.float16, 32),
-        ("sm_80", torch.float32, 64),
-        ("sm_86", torch.bfloat16, 256),
-        ("sm_100", torch.bfloat16, 128),
-        ("gfx942", torch.bfloat16, 128),
-    ):
-        fit(target, dtype, width, "clamp_causal")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("target", "dtype", "width", "table"), SWEEP)
-def test_everything_compiles_and_fits(target: str, dtype: torch.dtype, width: int, table: str) -> None:
-    """Targets, dtypes, widths and tables in turn; widths that are no power of two go with the next one."""
-    fit(target, dtype, width, f"{table}_causal")
+    assert_fit(target, recorded)
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])

@@ -1,4 +1,4 @@
-"""Fences between copies and products of kernels for Hopper, which Triton before 3.7.1 leaves out: kernels/fences.py."""
+"""Fences between copies and products of Hopper kernels, which Triton before 3.7.1 omits: kernels/fences.py."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from triton_relattn.kernels import call, fences
 
 @pytest.fixture(autouse=True)
 def an_older_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whatever Triton is installed is taken for one that leaves out fences."""
+    """Treat the installed Triton as one that omits fences."""
     monkeypatch.setattr(fences, "LACKS_FENCES", True)
     monkeypatch.setattr(implementations, "choose_implementation", lambda *_: implementations.TRITON)
-    call.call_constants.cache_clear()  # with what was compiled before
+    call.call_constants.cache_clear()  # and its compiled kernels
     yield
     call.call_constants.cache_clear()
 
 
 def launches_for(target: str) -> list[Launch]:
-    """Compile the kernels of forward and backward of a call, whose tiles are large enough for wgmma."""
+    """Compile the kernels of a call and its backward, with tiles large enough for wgmma."""
     inputs = testing.make_inputs(1, 1, 320, 320, 64, num_rows=639, dtype=torch.bfloat16, seed=1)
     with recorded_launches(target) as launches:
         testing.forward_backward(fused_relative_attention, inputs, return_lse=True)
@@ -41,11 +41,11 @@ def products(launch: Launch) -> list[str]:
 
 
 def test_every_product_on_hopper_has_a_fence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same kernel without it has another key in Triton's caches, also on disk."""
+    """Each wgmma has a fence, and kernels with and without have different keys in Triton's caches."""
     launches = launches_for("sm_90")
     before = {launch.name: products(launch) for launch in launches}
-    assert {name for name, each in before.items() if each} == {"forward", "dkv", "dq", "dtable"}
-    assert {instruction for each in before.values() for instruction in each} == {"fence.proxy.async.shared::cta;"}
+    assert {name for name, instructions in before.items() if instructions} == {"forward", "dkv", "dq", "dtable"}
+    assert {instruction for instructions in before.values() for instruction in instructions} == {"fence.proxy.async.shared::cta;"}
     monkeypatch.setattr(fences, "LACKS_FENCES", False)
     call.call_constants.cache_clear()
     assert not {launch.kernel.hash for launch in launches} & {launch.kernel.hash for launch in launches_for("sm_90")}

@@ -1,4 +1,4 @@
-"""bench/gpu/check.sh and measure.sh without a GPU: every part on a stub of the driver, with invented times."""
+"""bench/gpu/check.sh and measure.sh on a stub of the driver, with invented times."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(script: str, folder: Path, parts: str = "", **environment: str) -> subpr
         "RELATTN_BEFORE": str(ROOT),
         "TRITON_CACHE_DIR": os.environ.get("TRITON_CACHE_DIR", os.path.expanduser("~/.triton/cache")),
     }
-    seconds = str(int(10 * PATIENCE))  # of which no part needs more than its share on a busy machine
+    seconds = str(int(10 * PATIENCE))  # enough for all parts on a busy machine
     command = ["bash", str(ROOT / "bench" / "gpu" / f"{script}.sh"), str(folder / script), seconds, parts]
     done = subprocess.run(
         command, cwd=folder, env=os.environ | environment, capture_output=True, text=True, timeout=2 * PATIENCE, check=False
@@ -39,7 +39,7 @@ def run(script: str, folder: Path, parts: str = "", **environment: str) -> subpr
 
 @pytest.mark.thorough
 def test_all_parts(tmp_path: Path) -> None:
-    """Nothing raises, and nothing claims to be of a GPU."""
+    """All parts run without errors, and results name the stub as their device."""
     parts_run, left_out = 0, list[str]()
     for script in ("check", "measure"):
         done = run(script, tmp_path)
@@ -61,7 +61,7 @@ def test_all_parts(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_a_kernel_that_is_wrong(tmp_path: Path) -> None:
-    """The summary names calls of its kind, and only others are timed."""
+    """The summary names the calls with a wrong kernel, which are not timed."""
     done = run("check", tmp_path, "correctness", **{FAULT: "d_rel_key"})
     assert done.returncode == 1 and "1 of 1 parts failed: correctness" in done.stdout
     assert "not timed, since checks failed: b1 h1 n1 d64 full bf16" in done.stdout

@@ -1,4 +1,4 @@
-"""Attention on a grid, compiled for GPUs that this machine lacks: every kernel fits; grids of any size take the same code."""
+"""Kernels of attention on a grid compile for GPUs that this machine lacks, fit, and are shared by grids of all sizes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_every_kernel_fits(target: str, width: int) -> None:
 
 
 def test_one_compilation_for_many_sizes() -> None:
-    """Sides are arguments: grids that are cut alike, neither of them full, share their kernels."""
+    """Sides are runtime arguments: grids with equally cut tiles share their kernels."""
     with recorded_launches("sm_90") as launches:
         for sides in ((13, 15), (11, 13), (9, 15)):
             tensors, spec = on_grid(sides, torch.empty(1, 2, sides[0] * sides[1], 64, dtype=torch.bfloat16))

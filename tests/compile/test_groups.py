@@ -1,4 +1,4 @@
-"""Groups of arguments, and what a kernel is recompiled for: kinds of lengths, not lengths; not the parts of a workspace."""
+"""Groups of arguments, and recompilation, which depends on kinds of lengths only."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ import triton.language as tl
 from bench.compiled import recorded_launches
 from triton_relattn import RelativePositions, fused_relative_attention, kernels, testing
 from triton_relattn import _implementations as implementations
-from triton_relattn.kernels.workspace import planning
 
 
 def groups() -> dict[str, type[Any]]:
-    """Every named tuple of the kernels' modules: arguments of launches, and what kernels put together themselves."""
+    """All named tuples of the kernels' modules: arguments of launches, and tuples made in kernels."""
     modules = [importlib.import_module(module.name) for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")]
     classes = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
-    return {each.__name__: each for each in classes if issubclass(each, tuple) and hasattr(each, "_fields")}
+    return {group.__name__: group for group in classes if issubclass(group, tuple) and hasattr(group, "_fields")}
 
 
 def test_no_field_is_hidden_by_an_attribute_of_tritons_tuple() -> None:
-    """Groups of constants are Python's own tuples up to Triton 3.7, and Triton's with a later one."""
+    """Groups are Python's tuples up to Triton 3.7, and Triton's own tuples in later versions."""
     taken = set(dir(tl.tuple(()))) | {"values", "type"}
     found = groups()
     assert {"TileConstants", "Operands", "Scaling", "Table", "Place", "Strip"} <= set(found)
@@ -32,7 +31,7 @@ def test_no_field_is_hidden_by_an_attribute_of_tritons_tuple() -> None:
 
 
 def compiled_for(lengths: tuple[int, int], batch: int = 1, **arguments: Any) -> list[str]:
-    """Return the compiled kernel of each launch of a call with a table of all distances, forward and backward."""
+    """Return the hashes of the kernels of a call with a full table and its backward."""
     inputs = testing.make_inputs(batch, 2, *lengths, 64, num_rows=sum(lengths) - 1, dtype=torch.bfloat16, seed=1)
     arguments["positions"] = RelativePositions(1 - lengths[0], lengths[1] - 1)
     with recorded_launches("sm_90", assembled=False) as launches:
@@ -52,14 +51,7 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=str,
 )
 def test_a_length_of_a_known_kind_compiles_nothing(lengths: tuple[int, int], likewise: tuple[int, int]) -> None:
-    """Triton tells apart whether a length is 1, and whether it is a multiple of 16; nothing here asks for more."""
-    known = set(compiled_for(lengths)) | set(compiled_for(likewise))
+    """Triton specialises kernels for lengths of 1 and multiples of 16; there are no other specialisations."""
+    compiled = set(compiled_for(lengths)) | set(compiled_for(likewise))
     further = {(33, 48): (83, 96), (48, 33): (96, 90), (1, 40): (1, 90), (32, 48): (96, 112)}[lengths]
-    assert set(compiled_for(further)) <= known
-
-
-@pytest.mark.usefixtures("by_kernels")
-def test_parts_of_a_workspace_share_their_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(planning.VARIABLE, str(200 * 2 * 64 * 64))  # 200 heads, more than there are multiprocessors
-    found = compiled_for((64, 64), batch=400)
-    assert 2 * len(set(found)) < len(found)
+    assert set(compiled_for(further)) <= compiled

@@ -1,4 +1,4 @@
-"""Launches without Triton's search: the kernel that is launched is the one that Triton would find."""
+"""Launches that skip Triton's search launch the same kernels as Triton would."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ from triton_relattn import RelativePositions
 from triton_relattn._core import validation
 from triton_relattn._core.arguments import Arguments
 from triton_relattn._core.spec import DIFFERENTIABLE
-from triton_relattn.kernels import backward as of_backward
-from triton_relattn.kernels import call as of_call
-from triton_relattn.kernels import forward as of_forward
-from triton_relattn.kernels import launching
+from triton_relattn.kernels import backward, forward, launching
+from triton_relattn.kernels import call as kernel_call
 from triton_relattn.kernels.workspace import planning
 
 SHAPE = (2, 2, 32, 64)
@@ -27,14 +25,14 @@ Given = dict[str, Any]
 
 
 def usual(dtype: torch.dtype = torch.float32) -> Given:
-    """Inputs of a call with a table, each in memory of its own."""
+    """Inputs of a call with a table, each in its own aligned memory."""
     query, key, value = (torch.zeros(SHAPE, dtype=dtype) for _ in range(3))
     table = {"rel_key": torch.zeros(63, 64, dtype=dtype), "positions": RelativePositions(-31, 31)}
     return {"query": query, "key": key, "value": value, **table}
 
 
 def moved(name: str, **others: Any) -> Given:
-    """The same, one of them 4 bytes beyond a multiple of 16."""
+    """The same, with one tensor 4 bytes after a multiple of 16."""
     inputs = usual() | others
     shape = inputs[name].shape
     inputs[name] = torch.zeros(shape.numel() + 1, dtype=inputs[name].dtype)[1:].view(shape)
@@ -60,7 +58,7 @@ CALLS: dict[str, Callable[[], Given]] = {
 
 
 def launched(target: str, given: Given, wanted: tuple[str, ...] | None, d_out_moved: bool = False) -> list[tuple[Any, ...]]:
-    """Kernel, grid, and numbers of each launch of a call and, if wanted names gradients (() all), of its backward."""
+    """Kernel, grid and numeric arguments of the launches of a call, and of its backward for wanted gradients (() for all)."""
     tensors, spec = validation.resolve(Arguments(**given))
     if spec.dropout_p:
         tensors = tensors._replace(dropout_seed=torch.zeros(1, dtype=torch.int64))
@@ -75,18 +73,18 @@ def launched(target: str, given: Given, wanted: tuple[str, ...] | None, d_out_mo
         found.append((launch.kernel.hash, launch.grid, numbers(values)))
 
     with recorded_launches(target, run=note):
-        out, _, softmax_stats, _ = of_forward.forward(tensors, spec)
+        out, _, softmax_stats, _ = forward.forward(tensors, spec)
         if wanted is not None:
             d_out = torch.zeros(out.numel() + 1, dtype=out.dtype)[int(d_out_moved) :][: out.numel()].view(out.shape)
             names = zip(DIFFERENTIABLE, tensors, strict=False)
-            both = [each is not None and (not wanted or name in wanted) for name, each in names]
-            of_backward.backward(d_out, None, out, softmax_stats, tensors, spec, both)
+            both = [tensor is not None and (not wanted or name in wanted) for name, tensor in names]
+            backward.backward(d_out, None, out, softmax_stats, tensors, spec, both)
     return found
 
 
 @pytest.fixture
 def searches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Names of the kernels that Triton searches for; nothing is kept from earlier tests."""
+    """Record the kernels that Triton searches for, with empty caches."""
     names = list[str]()
     inner = JITFunction.run
 
@@ -96,26 +94,25 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(launching, "_run", run)
-    of_call.call_constants.cache_clear()
+    kernel_call.call_constants.cache_clear()
     yield names
-    of_call.call_constants.cache_clear()
+    kernel_call.call_constants.cache_clear()
 
 
 def test_as_triton_would_find_them(searches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second launch of each call, after all first ones, is what Triton launches, and calls of one layout that Triton tells
-    apart have kernels of their own."""
+    """Repeated calls launch what Triton's search finds, and calls that Triton specialises differently have different kernels."""
     calls: list[tuple[str, str, tuple[str, ...] | None, bool]] = [("sm_90", name, None, False) for name in CALLS]
     calls += [(target, "bfloat16", (), False) for target in ("sm_80", "sm_90")]
     calls += [("sm_90", "bias", ("rel_key",), late) for late in (False, True)]
 
-    def every() -> list[list[tuple[Any, ...]]]:
+    def launch_all() -> list[list[tuple[Any, ...]]]:
         return [launched(target, CALLS[name](), wanted, late) for target, name, wanted, late in calls]
 
-    first, before = every(), len(searches)
-    quick = every()
-    assert len(searches) == before, "a call that had been there was searched for"
-    monkeypatch.setattr(launching, "_run", None)  # JITFunction.run is another
-    searched = every()
+    first, before = launch_all(), len(searches)
+    quick = launch_all()
+    assert len(searches) == before, "a repeated call was searched for"
+    monkeypatch.setattr(launching, "_run", None)  # as if JITFunction.run were replaced
+    searched = launch_all()
     assert len(searches) == before + sum(map(len, searched))
     assert first == quick == searched
     kernels = {call: [kernel for kernel, *_ in launches] for call, launches in zip(calls, searched, strict=True)}
@@ -128,7 +125,7 @@ def test_as_triton_would_find_them(searches: list[str], monkeypatch: pytest.Monk
 
 
 def test_parts_are_launched_without_a_search(searches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The parts of a call differ in where they begin, which no kernel is compiled for. Another GPU has kernels of its own."""
+    """Parts of a workspace share their kernels; another GPU has its own."""
     monkeypatch.setenv(planning.VARIABLE, str(200 * 2 * 64 * 64))  # 200 heads, more than there are multiprocessors
     query = torch.zeros(400, 2, 64, 64, dtype=torch.bfloat16)
     given = dict.fromkeys(("query", "key", "value"), query) | {"rel_key": torch.zeros(127, 64, dtype=torch.bfloat16)}
@@ -141,8 +138,8 @@ def test_parts_are_launched_without_a_search(searches: list[str], monkeypatch: p
 
 
 @pytest.mark.thorough
-def test_other_ways_are_left_to_triton(searches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton is asked on AMD's GPUs, when it compiles for debugging or for a profiler, and by whoever replaces its launch."""
+def test_triton_searches_for_special_launches(searches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton searches on AMD GPUs, for debugging, with a profiler's hook, and if JITFunction.run is replaced."""
     given = usual(torch.bfloat16)
     count = len(launched("sm_90", given, ()))
 

@@ -1,4 +1,4 @@
-"""Profiles: which row serves a call, the files that are refused, how files are written, and folders that cannot be used."""
+"""Profiles: the row that serves a call, invalid files, how files are written, and unusable folders."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LINE = "forward,16 bits,wgmma,64,none,no table,bfloat16,False,512,32,32,8,3,scor
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A profile of the user that is this test's own."""
+    """An empty profile of the user for each test."""
     (tmp_path / "cache").mkdir()
     monkeypatch.setenv("TRITON_RELATTN_CACHE", str(tmp_path / "cache"))
     selection.forget()
@@ -58,7 +58,7 @@ def load_quietly(path: Path) -> list[Row]:
 
 
 def test_a_file_is_read_and_written(tmp_path: Path) -> None:
-    """A new row stands above others, so that it serves its calls; one of the same kind is replaced."""
+    """A new row is written above others, and replaces one of the same kind."""
     path, general = tmp_path / "folder" / "of" / "profile.csv", Row(Kind(), OTHER)
     assert load_quietly(path) == []
     save(path, ARCH, ROW, "device: a GPU")
@@ -80,7 +80,7 @@ def test_the_user_s_row_wins() -> None:
 
 
 def test_the_first_row_that_fits_wins() -> None:
-    """A profile written by hand, whose columns are those of defaults.csv: a blank stands for anything."""
+    """A profile written by hand with the columns of defaults.csv, where a blank fits all calls."""
     default, header = select(length=None), selection.DEFAULTS.read_text().splitlines()[0]
     rows = ("forward,,,128,,,16,16,4,1,none,gather,", "forward,,,,,,32,32,4,2,scores,gather,", ",,,64,,,64,64,4,1,scores,gather,")
     text = "\n".join(("# by hand", "", header, rows[0], "# the others", *rows[1:]))
@@ -93,7 +93,7 @@ def test_the_first_row_that_fits_wins() -> None:
 
 
 def test_kinds_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Widths are padded, float32 is told from TF32, and float16 from bfloat16: their kernels differ."""
+    """Kinds have padded widths, and distinguish float32 from TF32 and float16 from bfloat16."""
     assert selection.call_kind(ARCH, torch.bfloat16, 40) == KIND._replace(kernel="", length="")
     assert selection.call_kind(ARCH, torch.float16, 40) == KIND._replace(kernel="", length="", dtype="float16")
     for precision, name in (("highest", "ieee"), ("high", "tf32")):
@@ -112,7 +112,7 @@ def test_a_call_is_served_by_its_longest_sequence(queries: int, keys: int) -> No
 
 
 def changed(old: str, new: str) -> bytes:
-    """A profile with a good row, and then one with a change."""
+    """A profile with a valid row, and then a changed one."""
     assert LINE.count(old) == 1
     return f"{HEADER}{LINE}{LINE.replace(old, new)}".encode()
 
@@ -159,7 +159,7 @@ def test_bad_files(content: bytes, reason: str) -> None:
 
 
 def test_files_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder in the file's place, and a file of somebody else."""
+    """A folder in place of the file, and a file without permission."""
     profile().mkdir()
     assert_warns_once(profile(), "directory")
     selection.forget()
@@ -176,7 +176,7 @@ def test_files_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("folder", ["/dev/null/folder", "/proc/1/nothing", "a\0b"], ids=repr)
 def test_a_folder_that_cannot_be(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls take the default."""
+    """Calls use the default configuration."""
     monkeypatch.setattr(selection, "cache_folder", lambda: Path(folder))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -200,7 +200,7 @@ def test_a_folder_that_cannot_be(folder: str, monkeypatch: pytest.MonkeyPatch) -
 def test_where_the_user_s_profiles_are(
     ours: str, xdg: str, home: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An empty name is none. Without a home there is no folder: neither that of temporary files, nor one named "~"."""
+    """Empty variables are ignored. Without a home there is no profile, neither in temporary files nor in a folder "~"."""
     for name, value in (("TRITON_RELATTN_CACHE", ours), ("XDG_CACHE_HOME", xdg), ("HOME", home)):
         monkeypatch.setenv(name, value)
     if not home:

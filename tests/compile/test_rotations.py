@@ -1,10 +1,7 @@
-"""Rotations in registers, compiled: no shared memory, no barrier, few shuffles, and loads that stay asynchronous.
+"""Compiled rotations in registers: no shared memory, no barrier, few shuffles, and asynchronous loads.
 
-For any version of Triton; they hold for 3.6 to 3.9. If a test fails with a new one, that one no longer keeps the accumulator's
-layout, see kernels/tile/registers.py: "gather" is then the better form.
-
-What moves values between threads is the same with any version. Numbers of instructions and bytes of stack are figures of one
-version: 3.9 computes addresses otherwise and spills more.
+That holds for Triton 3.6 to 3.9. If a test fails with a new version, it no longer keeps the accumulator's layout, see
+kernels/tile/registers.py, and "gather" is faster. Numbers of instructions and bytes of stack are checked for one version only.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from triton_relattn.kernels.config.tile_config import TileConfig
 
 VERSION = ".".join(triton.__version__.split(".")[:2])
 HAS_FIGURES = VERSION == "3.7"
-"""Whether the numbers of instructions and bytes of stack below are of this version of Triton."""
+"""Whether the numbers of instructions and bytes of stack below are for this version of Triton."""
 MOVES = ("SHFL", "LDS", "STS", "BAR")
 ANY = 10**6
 
@@ -33,13 +30,13 @@ FORWARD = {
     ("sm_80", 64, (128, 64, 8)): 760,
 }
 BACKWARD = {"SHFL": (16, 16), "LDS": (0, 6), "STS": (0, 20), "BAR": (0, 11)}
-"""Allowed numbers of what moves values between threads in the dkv kernel's loop: statistics; stores of dS."""
+"""Allowed instructions in the dkv kernel's loop that move values between threads, for statistics and stores of dS."""
 STACK = {("sm_80", 64, (128, 64, 8)): 16}
-"""Bytes that are kept on the stack, at most, with a tile that is not the default there; of all others none."""
+"""Most bytes on the stack; 0 for other tiles."""
 
 
 def check(used: Resources, allowed: dict[str, tuple[int, int]]) -> None:
-    """Each count within its limits, or a table of all that were looked at."""
+    """Assert that all counts are in their limits; the error has a table of them."""
     counts = {**used.main_loop, "instructions": used.main_loop.total(), "stack bytes": used.stack_bytes}
     found = {name: counts.get(name, 0) for name in allowed}
     rows = [
@@ -55,7 +52,7 @@ def check(used: Resources, allowed: dict[str, tuple[int, int]]) -> None:
 
 
 def check_all(case: KernelCase, config: TileConfig, allowed: dict[str, tuple[int, int]], instructions: int, stack: int) -> None:
-    """Values are moved as allowed, and figures hold if they are of this version."""
+    """Assert allowed moves of values, and for one version of Triton the numbers of instructions and bytes of stack."""
     if HAS_FIGURES:
         allowed = allowed | {"stack bytes": (0, stack), "instructions": (0, instructions)}
     check(used_by(case, config), allowed)
@@ -63,7 +60,7 @@ def check_all(case: KernelCase, config: TileConfig, allowed: dict[str, tuple[int
 
 @pytest.mark.parametrize(("target", "head_dim", "tile"), FORWARD)
 def test_forward(target: str, head_dim: int, tile: tuple[int, int, int]) -> None:
-    """A word, two elements, takes one shuffle; nothing else is added to what the kernel without a term has of these."""
+    """A word of two elements takes one shuffle; other moves are those of the kernel without a table."""
     config = TileConfig(*tile, 2, rotation="registers")
     case = KernelCase("forward", target, "bf16", head_dim, "full")
     plain = used_by(case.plain, replace(config, rotation="gather")).main_loop
@@ -87,8 +84,8 @@ def test_backward() -> None:
     check_all(case, config, BACKWARD | loads, 890, 0)
 
 
-def test_a_gather_is_told_apart() -> None:
-    """The limits are no formality: with shared memory in the loop the check fails, and says so."""
+def test_a_gather_fails_the_check() -> None:
+    """The check fails for a gather, which uses shared memory in the loop."""
     used = used_by(KernelCase("forward", "sm_90", "bf16", 64, "full"), TileConfig(64, 64, 4, 2, rotation="gather"))
     with pytest.raises(AssertionError, match=r"LDS +16 +0 to 0 +X"):
         check(used, {"SHFL": (40, 40), "LDS": (0, 0)})

@@ -1,7 +1,7 @@
-"""Calls through Triton's own launcher, on a stub of CUDA's driver: what a GPU would receive.
+"""Calls through Triton's own launcher on a stub of CUDA's driver, which records what a GPU would receive.
 
-tests/compile/test_launches.py compares the arguments of launches with what they have to be, for every GPU and without a driver.
-Here they go on through the launcher's C code, as it packs, loads and launches on NVIDIA's GPUs.
+tests/compile/test_launches.py checks the arguments of launches for all GPUs without a driver. Here they pass through the
+launcher's C code for NVIDIA GPUs, which packs arguments, loads modules and launches kernels.
 """
 
 from __future__ import annotations
@@ -14,13 +14,18 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
 from bench.compiled import selected_for
 from tools.stub_gpu import StubGPU, stub_gpu
 from triton_relattn import RelativePositions, decomposed_relative_attention, fused_relative_attention, grids, testing
 from triton_relattn import _implementations as implementations
+from triton_relattn._core import validation
+from triton_relattn._core.arguments import Arguments
 from triton_relattn.kernels.config import selection
+from triton_relattn.kernels.config.tile_config import TileConfig
+from triton_relattn.kernels.forward import forward
 from triton_relattn.kernels.workspace import planning
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, whose own driver is loaded")
@@ -28,12 +33,12 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GP
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> None:
-    """Not here: nothing is written to results."""
+    """Disabled: nothing is written to results."""
 
 
 @pytest.fixture(autouse=True)
 def kernels_for_an_absent_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Calls take the kernels, in configurations for sm_90; nothing is kept from earlier tests."""
+    """Calls use the kernels in configurations for sm_90, with empty caches."""
     for module in (implementations, grids):
         monkeypatch.setattr(module, "choose_implementation", lambda *_, **__: implementations.TRITON)
     monkeypatch.setattr(selection, "_smaller", {})
@@ -104,16 +109,15 @@ CALLS: dict[str, tuple[Callable[[], Work], set[str]]] = {
 
 
 def agree(gpu: StubGPU) -> None:
-    """Assert that the driver was told what the launcher was given, and that pointers and grids are there."""
-    for each in gpu.launches:
-        assert each.parameters == each.given and each.parameters, each
-        assert each.grid[0] > 0 and each.threads in (64, 128, 256), each
+    """Assert that the driver received the launcher's arguments, and plausible grids."""
+    for launch in gpu.launches:
+        assert launch.parameters == launch.given and launch.parameters, launch
+        assert launch.grid[0] > 0 and launch.threads in (64, 128, 256), launch
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_every_kind_of_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver takes all launches, with the arguments that they have in Python. A second call launches the same, and neither
-    compiles nor loads."""
+    """The driver receives all launches with their arguments. A second call launches the same without compiling or loading."""
     make, kernels = CALLS[name]
     work = make()
     with stub_gpu() as gpu:
@@ -121,45 +125,55 @@ def test_every_kind_of_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         work()
         agree(gpu)
         first, modules = list(gpu.launches), gpu.modules
-        assert {each.name for each in first} == kernels
+        assert {launch.name for launch in first} == kernels
         gpu.launches.clear()
-        monkeypatch.setattr(JITFunction, "_do_compile", None)  # whoever calls it fails
+        monkeypatch.setattr(JITFunction, "_do_compile", None)  # calling it fails
         work()
         agree(gpu)
         assert gpu.modules == modules
-    told, again = (
-        [(each.name, each.grid, each.threads, each.shared_bytes, each.device, each.numbers()) for each in launches]
+    expected, again = (
+        [(launch.name, launch.grid, launch.threads, launch.shared_bytes, launch.device, launch.numbers()) for launch in launches]
         for launches in (first, gpu.launches)
     )
-    assert told == again
+    assert expected == again
 
 
 def test_parts_of_a_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each part is launched with places of its own, by kernels that are loaded once."""
+    """Each part is launched with different pointers, by kernels that are loaded once."""
     monkeypatch.setenv(planning.VARIABLE, str(2 * 1024**2))
     work = call(512, heads=8)
     with stub_gpu() as gpu:
         work()
         agree(gpu)
-    of_parts = [each for each in gpu.launches if each.name == "dkv"]
-    assert len(of_parts) > 1 and len({each.parameters for each in of_parts}) == len(of_parts)
+    dkv_launches = [launch for launch in gpu.launches if launch.name == "dkv"]
+    assert len(dkv_launches) > 1 and len({launch.parameters for launch in dkv_launches}) == len(dkv_launches)
 
 
 def test_little_shared_memory() -> None:
-    """Of 90,000 bytes: a configuration that does not fit is replaced, with a warning; the next call has the smaller one
-    at once.
-    """
+    """A configuration that does not fit in 90,000 bytes is replaced with a warning; the next call uses the smaller one."""
     work = call(256, width=128)
     with stub_gpu(most_shared=90_000) as gpu:
         with pytest.warns(RuntimeWarning, match="does not fit this GPU .*90000.* is used instead"):
             work()
         agree(gpu)
-        assert max(each.shared_bytes for each in gpu.launches) <= 90_000
+        assert max(launch.shared_bytes for launch in gpu.launches) <= 90_000
         modules = gpu.modules
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             work()
         assert gpu.modules == modules
+
+
+def test_nothing_fits() -> None:
+    """Triton's error is raised if no smaller configuration is left, and at once for a requested configuration."""
+    inputs = testing.make_inputs(1, 1, 64, 64, 64, num_rows=127, dtype=torch.bfloat16, seed=1)
+    tensors, spec = validation.resolve(Arguments(*inputs[:4]))  # type: ignore[arg-type]
+    with stub_gpu(most_shared=10):
+        with pytest.raises(OutOfResources), pytest.warns(RuntimeWarning, match="does not fit"):
+            forward(tensors, spec)
+        with pytest.raises(OutOfResources), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            forward(tensors, spec, TileConfig(64, 64, 4, 2))
 
 
 def test_two_devices_and_streams() -> None:
@@ -174,12 +188,12 @@ def test_two_devices_and_streams() -> None:
             before = gpu.modules
             work()
             loaded.append(gpu.modules - before)
-            assert {(each.device, each.stream) for each in gpu.launches} == {(device, stream)}
+            assert {(launch.device, launch.stream) for launch in gpu.launches} == {(device, stream)}
     assert loaded == [len(gpu.launches)] * 2 + [0]
 
 
 class Reads(TorchDispatchMode):
-    """Notes what needs numbers of a tensor on the host: on a GPU it would wait, and no graph could be captured."""
+    """Records operations that need values on the host: on a GPU they wait, and prevent capturing a graph."""
 
     NAMES = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique")
 
@@ -198,7 +212,7 @@ class Reads(TorchDispatchMode):
     "name", ["full", "p2c", "own query, grouped heads, causal", "mask, window", "decode, split keys", "grid"]
 )
 def test_a_graph_can_be_captured(name: str) -> None:
-    """After a warm-up nothing is loaded, waited for or read."""
+    """After a warm-up, a call loads no modules, waits for nothing and reads no values."""
     work = CALLS[name][0]()
     with stub_gpu() as gpu:
         work()
@@ -216,7 +230,7 @@ def test_reads_are_noticed() -> None:
 
 
 def test_threads() -> None:
-    """Each one's launches have its own arguments, whoever compiles first."""
+    """Concurrent threads launch with their own arguments."""
     works = [call(32 + 16 * number, num_rows=None, grad=False) for number in range(4)]
     with stub_gpu() as gpu, ThreadPoolExecutor(4) as pool:
         for future in [pool.submit(work) for _ in range(5) for work in works]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tolerance import tolerance_of, within
+from tests.tolerance import assert_at_most, dtype_tolerance
 
 pytest.importorskip("matplotlib")
 
@@ -78,7 +78,7 @@ def test_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert all(row[name] for name in STAMP) and row["verified"] == "no"
         assert 0 < float(row["p20_ms"]) <= float(row["p50_ms"]) <= float(row["p80_ms"]) and int(row["rounds"]) >= 3
         assert row["checked_against"] == "float64" and float(row["error"]) > 0
-        within("error", float(row["error"]), tolerance_of(torch.float32))
+        assert_at_most("error", float(row["error"]), dtype_tolerance(torch.float32))
     assert "b1 h2 n96 d16 r9 causal fp32" in capsys.readouterr().out
 
 
@@ -208,7 +208,7 @@ def test_accuracy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     errors = {(row["method"], row["case"], row["dtype"]): float(row["d_table"]) for row in rows}
     ours = f"{OURS} (blockwise)"
     assert all(2 * errors[ours, "sharp", "bf16"] < errors[method, "sharp", "bf16"] for method in ("eager", "sdpa"))
-    within("sharp, fp32", errors[ours, "sharp", "fp32"], 10 * tolerance_of(torch.float32))  # of terms that cancel
+    assert_at_most("sharp, fp32", errors[ours, "sharp", "fp32"], 10 * dtype_tolerance(torch.float32))  # of terms that cancel
     assert accuracy.markdown(rows) in capsys.readouterr().out
 
 
@@ -227,7 +227,7 @@ def test_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {(row["batch"], row["method"]) for row in rows} == {(batch, method) for batch in "13" for method in (OURS, "sdpa")}
     for row in rows:
         assert row["status"] == "ok" and all(row[name] for name in STAMP) and row["checked_against"] == "float64", row
-        within("error", float(row["error"]), tolerance_of(torch.float32))
+        assert_at_most("error", float(row["error"]), dtype_tolerance(torch.float32))
         assert float(row["error"]) > 0 and 0 < float(row["p20_ms"]) <= float(row["p80_ms"])
     capsys.readouterr()
     assert main(["plot", str(path), "--out", str(tmp_path)]) == 0

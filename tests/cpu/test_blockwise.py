@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.check import attend, results_of, unlucky_reference
+from tests.check import attend, compute_results, worst_reference
 from tests.conftest import cut_blocks, take_processor
 from tests.expected import assert_table_gradient, exact_results
 from tests.samples import with_different_strides
-from tests.tolerance import assert_gradients_close_fp32, assert_same, within
+from tests.tolerance import assert_at_most, assert_gradients_close_fp32, assert_same
 from triton_relattn import RelativePositions
 from triton_relattn.testing import Inputs, assert_within_budget, error_budget, last_place, make_inputs
 
@@ -96,12 +96,12 @@ def test_memory_is_given_back_at_once(table: bool, monkeypatch: pytest.MonkeyPat
     """A call leaves no tensor that would wait for the garbage collector."""
     cut_blocks(monkeypatch, 16, 1, 4)
     inputs = make_inputs(1, 4, 100, 100, 8, num_rows=199 if table else None, rel_p2c=table, dtype=torch.float32, seed=0)
-    results_of("blockwise", inputs, is_causal=True)
+    compute_results("blockwise", inputs, is_causal=True)
     gc.collect()
     gc.disable()
     try:
         before = sum(isinstance(item, torch.Tensor) for item in gc.get_objects())
-        results_of("blockwise", inputs, is_causal=True)
+        compute_results("blockwise", inputs, is_causal=True)
         assert sum(isinstance(item, torch.Tensor) for item in gc.get_objects()) == before
     finally:
         gc.enable()
@@ -116,9 +116,9 @@ def test_threads(dtype: torch.dtype) -> None:
     for threads in (1, 3):
         torch.set_num_threads(threads)
         try:
-            first = results_of("blockwise", inputs, is_causal=True, query_offset=9)
+            first = compute_results("blockwise", inputs, is_causal=True, query_offset=9)
             torch.use_deterministic_algorithms(True)
-            second = results_of("blockwise", inputs, is_causal=True, query_offset=9)
+            second = compute_results("blockwise", inputs, is_causal=True, query_offset=9)
         finally:
             torch.use_deterministic_algorithms(False)
             torch.set_num_threads(1)
@@ -152,7 +152,7 @@ def test_sizes(case: str) -> None:
     inputs = make_inputs(*sizes, **tables, dtype=torch.float64, seed=1)
     arguments = {"query_offset": 0, **arguments, "rel_scale": 0.7, "enable_gqa": "key_heads" in tables}
     expected = exact_results(inputs, **arguments)
-    for name, result in results_of("blockwise", inputs, **arguments).items():
+    for name, result in compute_results("blockwise", inputs, **arguments).items():
         assert_same(name, result, expected[name])
 
 
@@ -163,11 +163,11 @@ def test_results_do_not_depend_on_how_a_call_is_cut(cut: tuple[int, int, int], m
     inputs = make_inputs(3, 4, 47, 53, 8, num_rows=33, key_heads=2, **TABLES, dtype=torch.float64, seed=4)
     masks: dict[str, Any] = {"window_size": (30, 20), "key_lengths": torch.tensor([53, 31, 0]), "enable_gqa": True}
     for arguments in (masks, {**masks, "is_causal": True, "query_offset": 6}):
-        results, expected = results_of("blockwise", inputs, **arguments), exact_results(inputs, **arguments)
+        results, expected = compute_results("blockwise", inputs, **arguments), exact_results(inputs, **arguments)
         for name, result in results.items():
             assert_same(name, result, expected[name])
     silent = inputs._replace(d_lse=torch.zeros_like(inputs.d_lse))
-    results = results_of("blockwise", silent, **masks)
+    results = compute_results("blockwise", silent, **masks)
     leaves = [tensor.detach().requires_grad_() for tensor in inputs[:4] if tensor is not None]
     out = attend(*leaves, **inputs.terms(), **masks, return_lse=False)
     assert torch.equal(out, results["out"])
@@ -185,7 +185,7 @@ def test_whole_sequences_at_a_time(elements: int, monkeypatch: pytest.MonkeyPatc
         arguments: dict[str, Any] = {"attn_mask": attn_mask, "is_causal": True, "query_offset": 3, "enable_gqa": True}
         expected = exact_results(inputs, **arguments)
         for given in (inputs, with_different_strides(inputs)):
-            for name, result in results_of("blockwise", given, **arguments).items():
+            for name, result in compute_results("blockwise", given, **arguments).items():
                 assert_same(name, result, expected[name])
 
 
@@ -226,7 +226,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]] = {
 
 def check_error(inputs: Inputs, results: dict[str, torch.Tensor], **arguments: Any) -> None:
     """At most twice (gradients: three times) the error of plain torch, and table gradients as good as rounding dS once."""
-    golden, reference = unlucky_reference(inputs, **arguments)
+    golden, reference = worst_reference(inputs, **arguments)
     gradients = [name for name in results if name.startswith("d_")]
     for name, result in results.items():
         assert result.dtype == (torch.float32 if name == "lse" else inputs.query.dtype)
@@ -257,7 +257,7 @@ def test_error_rule(case: str, dtype: torch.dtype, processor: str, monkeypatch: 
     sizes, tables, arguments = CALLS[case]
     is_sharp = (number + (dtype == torch.float16)) % 2 == 0
     inputs = with_different_strides(make_inputs(*sizes, **tables, dtype=dtype, seed=7, sharp=is_sharp))
-    check_error(inputs, results_of("blockwise", inputs, **arguments), **arguments)
+    check_error(inputs, compute_results("blockwise", inputs, **arguments), **arguments)
 
 
 @pytest.mark.parametrize("case", CALLS)
@@ -266,7 +266,7 @@ def test_error_rule_of_a_forward_alone(case: str, monkeypatch: pytest.MonkeyPatc
     take_processor(monkeypatch, *PROCESSORS["amx"])
     sizes, tables, arguments = CALLS[case]
     inputs = with_different_strides(make_inputs(*sizes, **tables, dtype=torch.bfloat16, seed=7))
-    golden, reference = unlucky_reference(inputs, **arguments)
+    golden, reference = worst_reference(inputs, **arguments)
     key = inputs.key
     if "key_lengths" in arguments:  # which hide NaN
         key = key.masked_fill(torch.arange(key.shape[2])[:, None] >= arguments["key_lengths"].view(-1, 1, 1, 1), math.nan)
@@ -287,8 +287,8 @@ def test_scale_of_zero(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> N
     inputs = make_inputs(1, 2, 96, 96, 64, num_rows=129, rel_bias=True, rel_p2c=True, dtype=dtype, seed=7)
     for scale, rel_scale in ((0.0, 0.125), (0.125, 0.0), (0.0, 0.0)):
         arguments: dict[str, Any] = {"scale": scale, "rel_scale": rel_scale}
-        golden, reference = unlucky_reference(inputs, **arguments)
-        for name, result in results_of("blockwise", inputs, **arguments).items():
+        golden, reference = worst_reference(inputs, **arguments)
+        for name, result in compute_results("blockwise", inputs, **arguments).items():
             if golden[name].any():
                 assert_within_budget(name, result, golden[name], reference[name], factor=3 if name.startswith("d_") else 2)
             else:
@@ -301,9 +301,9 @@ def test_what_a_processor_is_fast_at(processor: str, monkeypatch: pytest.MonkeyP
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         inputs = make_inputs(1, 2, 60, 60, 32, num_rows=119, dtype=dtype, seed=3)
         take_processor(monkeypatch)
-        expected = results_of("blockwise", inputs)
+        expected = compute_results("blockwise", inputs)
         take_processor(monkeypatch, *PROCESSORS[processor])
-        results = results_of("blockwise", inputs)
+        results = compute_results("blockwise", inputs)
         is_fast = processor != "plain" and (dtype == torch.bfloat16 or (dtype == torch.float16 and processor == "amx_fp16"))
         assert torch.equal(results["d_query"], expected["d_query"]) != is_fast, dtype
 
@@ -319,13 +319,13 @@ def test_gradients_are_rounded_once(dtype: torch.dtype, fast: bool, monkeypatch:
     take_processor(monkeypatch, *PROCESSORS["amx_fp16" if fast else "plain"])
     cut_blocks(monkeypatch, 128, 1, 64)
     inputs = make_inputs(1, 1, 3000, 24, 16, num_rows=41, dtype=dtype, seed=3)
-    golden, results = exact_results(inputs), results_of("blockwise", inputs)
+    golden, results = exact_results(inputs), compute_results("blockwise", inputs)
     for name in ("d_key", "d_value", "d_rel_key"):
         unavoidable = (golden[name].to(dtype).double() - golden[name]).norm()
         # To round twice would add as much again, in squares. Half of that is allowed, and of two more roundings twice as much.
         beyond = (results[name].double() - golden[name]).norm() - unavoidable
         allowed = 2 * (3**0.5 - 1) if fast else (2**0.5 - 1) / 2
-        within(f"{name}, beyond rounding", beyond.clamp_min(0), allowed * unavoidable)
+        assert_at_most(f"{name}, beyond rounding", beyond.clamp_min(0), allowed * unavoidable)
 
 
 # Large logits.
@@ -354,8 +354,8 @@ def test_error_rule_at_any_scale(case: str, deviation: float, monkeypatch: pytes
         cut_blocks(monkeypatch, 16, 1, 4)
     sizes, tables, arguments = CALLS[case]
     inputs = scaled(make_inputs(*sizes, **tables, dtype=torch.float32, seed=5), deviation)
-    golden, reference = unlucky_reference(inputs, **arguments)
-    for name, result in results_of("blockwise", inputs, **arguments).items():
+    golden, reference = worst_reference(inputs, **arguments)
+    for name, result in compute_results("blockwise", inputs, **arguments).items():
         if not golden[name].any():  # saturated: a single key has all the attention
             assert not result.any(), name
             continue
@@ -364,4 +364,4 @@ def test_error_rule_at_any_scale(case: str, deviation: float, monkeypatch: pytes
         # Of few large terms plain torch rounds products and sums: a unit in all, of which luck may hide most.
         least = (factor + 2) * last_place(float(golden[name][finite].abs().max()), torch.float32)
         budget = max(error_budget(golden[name], reference[name], torch.float32, factor=factor), least)
-        within(name, (result.double() - golden[name])[finite].abs(), budget)
+        assert_at_most(name, (result.double() - golden[name])[finite].abs(), budget)

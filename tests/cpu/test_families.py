@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tolerance import assert_near, within
+from tests.tolerance import assert_at_most, assert_near
 
 pytest.importorskip("transformers")
 
@@ -165,7 +165,7 @@ def assert_as_exact(ours: Results, stock: Results, golden: Results) -> None:
     together = [torch.cat([each[name].flatten() / size[name] for name in names]) for each in (ours, golden, stock)]
     assert_within_budget("gradients", *together, factor=4)
     error, usual = ((each - together[1]).norm() for each in (together[0], together[2]))
-    within("norm of the gradients' errors", error, 4 * usual)
+    assert_at_most("norm of the gradients' errors", error, 4 * usual)
 
 
 @pytest.mark.thorough
@@ -199,10 +199,12 @@ def test_16_bits_are_as_exact_as_stock(name: str, how: str) -> None:
     if (name, how) == ("longt5", "float16"):  # which the stock model's -1e10 is beyond
         # bfloat16, which has room for it, has an eighth of float16's precision.
         assert usual.isnan()
-        within("out", error, (counted(output(coarse, in_precision(given, torch.bfloat16)).float(), counts) - golden).norm())
+        assert_at_most(
+            "out", error, (counted(output(coarse, in_precision(given, torch.bfloat16)).float(), counts) - golden).norm()
+        )
         return
     eps = torch.finfo(torch.float16 if how == "float16" else torch.bfloat16).eps
-    within("out", error, 2 * usual + 2 * eps * golden.norm())  # as error_budget
+    assert_at_most("out", error, 2 * usual + 2 * eps * golden.norm())  # as error_budget
 
 
 @pytest.mark.thorough
@@ -217,7 +219,7 @@ def test_nothing_but_padding_in_float16(name: str) -> None:
     enable(model)
     error, usual = ((each.float() - golden).norm() for each in (output(model, given), stock))
     assert error > 0
-    within("out", error, 2 * (usual + torch.finfo(torch.float16).eps * golden.norm()))
+    assert_at_most("out", error, 2 * (usual + torch.finfo(torch.float16).eps * golden.norm()))
 
 
 @pytest.mark.thorough

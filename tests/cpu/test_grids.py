@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import interpolate, scaled_dot_product_attention
 
 from tests.conftest import cut_blocks, forget_warnings, take_processor
-from tests.tolerance import assert_near, tolerance_of, within
+from tests.tolerance import assert_at_most, assert_near, dtype_tolerance
 from triton_relattn import append_decomposed_positions, decomposed_relative_attention
 from triton_relattn.testing import assert_within_budget
 
@@ -190,8 +190,8 @@ def test_error_rule(dtype: torch.dtype, sharp: int, fast: bool, monkeypatch: pyt
             continue
         assert_within_budget(name, *each, factor=2 if name == "out" else 3)
         if name.startswith("rel_pos") and dtype.itemsize == 2 and sharp:  # sums in float32 that are rounded once
-            rounding = torch.finfo(dtype).eps * each[1].abs() + tolerance_of(torch.float32) * each[1].abs().max()
-            within(f"{name}, rounded once", (each[0].double() - each[1]).abs(), rounding)
+            rounding = torch.finfo(dtype).eps * each[1].abs() + dtype_tolerance(torch.float32) * each[1].abs().max()
+            assert_at_most(f"{name}, rounded once", (each[0].double() - each[1]).abs(), rounding)
 
 
 def test_large_logits() -> None:

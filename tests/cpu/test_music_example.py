@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tolerance import assert_near, tolerance_of, within
+from tests.tolerance import assert_at_most, assert_near, dtype_tolerance
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("music21")
@@ -50,7 +50,7 @@ def test_trains_is_interrupted_and_resumed(
     [result] = example.report.read_csv(whole / "result.csv")
     assert 0 < float(result["ngram_test"]) < float(result["test"]) < 1.1 * math.log(VOCABULARY)
     voices = [float(result[f"test_{voice}"]) for voice in ("soprano", "alto", "tenor", "bass")]
-    within("voices", abs(sum(voices) / 4 - float(result["test"])), tolerance_of(torch.float32) * float(result["test"]))
+    assert_at_most("voices", abs(sum(voices) / 4 - float(result["test"])), dtype_tolerance(torch.float32) * float(result["test"]))
     for name in ("continued.mid", "free.mid"):
         score = converter.parse(whole / name)
         assert len(score.parts) == 4 and score.highestTime <= 32 / 4 / 2

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.check import results_of, unlucky_reference
+from tests.check import compute_results, worst_reference
 from tests.conftest import cut_blocks
 from triton_relattn._blockwise import products
 from triton_relattn.testing import assert_within_budget, make_inputs
@@ -79,7 +79,7 @@ def test_only_long_float32_calls_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "chooses_onednn", choice)
     for length, dtype in ((64, torch.float32), (1100, torch.float64), (1100, torch.float32)):
         assert asked == 0
-        results_of("blockwise", make_inputs(1, 1, length, length, 4, num_rows=9, dtype=dtype, seed=0))
+        compute_results("blockwise", make_inputs(1, 1, length, length, 4, num_rows=9, dtype=dtype, seed=0))
     assert asked > 0
 
 
@@ -99,8 +99,8 @@ def test_onednn(case: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     cut_blocks(monkeypatch, 64, 1, 1, step)
     sizes, tables, arguments = CALLS[case]
     inputs = make_inputs(*sizes, **tables, dtype=torch.float32, seed=5)
-    golden, reference = unlucky_reference(inputs, **arguments)
-    results, again = (results_of("blockwise", inputs, **arguments) for _ in range(2))
+    golden, reference = worst_reference(inputs, **arguments)
+    results, again = (compute_results("blockwise", inputs, **arguments) for _ in range(2))
     for name, result in results.items():
         assert_within_budget(name, result, golden[name], reference[name], factor=3 if name.startswith("d_") else 2)
         assert torch.equal(result, again[name]), name
@@ -113,7 +113,9 @@ def test_nan_beside_rows_of_no_query(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = make_inputs(1, 1, 70, 70, 16, num_rows=139, dtype=torch.float32, seed=6)
     key, mask = inputs.key.clone(), torch.arange(70) != 9
     key[:, :, 9] = math.nan
-    results, expected = (results_of("blockwise", inputs._replace(key=keys), attn_mask=mask) for keys in (key, key.nan_to_num()))
+    results, expected = (
+        compute_results("blockwise", inputs._replace(key=keys), attn_mask=mask) for keys in (key, key.nan_to_num())
+    )
     assert results["d_value"].isfinite().all() and torch.equal(results["d_value"], expected["d_value"])
 
 
@@ -129,5 +131,5 @@ def test_sizes_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(products, "linear", recorded)
     for length in range(401, 461):
-        results_of("blockwise", make_inputs(1, 1, length, length, 16, num_rows=2 * length - 1, dtype=torch.float32, seed=0))
+        compute_results("blockwise", make_inputs(1, 1, length, length, 16, num_rows=2 * length - 1, dtype=torch.float32, seed=0))
     assert 0 < len(sizes) < 60, sorted(sizes)  # not one for each length, for any of its products

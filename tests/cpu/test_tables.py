@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.tolerance import assert_near, assert_same, tolerance_of, within
+from tests.tolerance import assert_at_most, assert_near, assert_same, dtype_tolerance
 from triton_relattn import RelativePositions, tables
 
 
@@ -184,7 +184,7 @@ def test_sinusoids_far_away() -> None:
         (tables.sinusoids(-45000, -45000, 4)[0, 0], math.sin(45000)),
         (tables.sinusoids(2, 2, 4, base=16.0)[0, 2], math.sin(-2 / 4)),
     ):
-        within("sine", abs(float(found) - exact), tolerance_of(torch.float32))
+        assert_at_most("sine", abs(float(found) - exact), dtype_tolerance(torch.float32))
 
 
 @pytest.mark.parametrize("per_head", [False, True], ids=["shared", "per_head"])

@@ -1,1 +1,1 @@
-"""This package's calls in the emulator (tools/emulator), and the emulator's own tests."""
+"""Calls of the package in the emulator (tools/emulator), and tests of the emulator."""

@@ -1,7 +1,7 @@
-"""``python -m tests.emulator``: calls of the package as compiled for a GPU, run without one.
+"""``python -m tests.emulator``: run kernels compiled for a GPU in the emulator, without a GPU.
 
-Each call runs forward and backward, in the default configurations or in those given. A line for each says error / budget of
-every result (tests/expected.py), or what is wrong. Exit status 1 if anything is wrong, 2 if nothing can be run.
+Each call runs forward and backward, in the default or in given configurations. It prints a line with the error / budget of each
+result (tests/expected.py), or with what is wrong. Exit status 1 if a call is wrong, 2 if nothing can be run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Item = TypeVar("Item")
 
 
 def tile(text: str) -> tuple[str, TileConfig]:
-    """A kernel and its configuration: "forward=64x32x4x1/none", numbers as TileConfig has them, then what is not by default."""
+    """A kernel and its configuration: "forward=64x32x4x1/none", with the fields of TileConfig in order."""
     try:
         kernel, _, fields = text.partition("=")
         sizes, *others = fields.split("/")
@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def row(subject: Subject, tiles: Mapping[str, TileConfig]) -> tuple[str, dict[str, float]]:
-    """Check a call: a line with its results' ratios, and the ratios, of which there are none if it is wrong."""
+    """Check a call; return a line for it, and error / budget of its results, empty if it is wrong."""
     started, ratios = time.monotonic(), dict[str, float]()
     has_table = not subject.name.startswith("none")
     reasons = [config.why_invalid(subject.target, has_table, kernel) for kernel, config in tiles.items()]

@@ -1,4 +1,4 @@
-"""Samples by names: a table and features, "clamp causal rel_value dropout", or drawn ones, "random 7"."""
+"""Samples by name: a table and features, "clamp causal rel_value dropout", or a drawn one, "random 7"."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ RANDOM = ("random", "random_varlen")
 Fields = dict[str, Any]
 
 TABLE_KINDS = ("none", "full", "clamp", "zero")
-"""No table, one with a row for every pair, and short ones, by what lies beyond them."""
+"""No table, one that covers all pairs, and short ones, by the positions outside."""
 STRIDED_KEY = 218
-"""The seed with which each column of keys is dense in memory."""
+"""A seed with which each column of keys is dense in memory."""
 FEATURES: dict[str, Fields] = {
     "causal": {"is_causal": True},
     "one_head": {"batch": 1, "key_heads": 1},
@@ -71,11 +71,11 @@ CALLS = (
     *("full rel_p2c small_workspace", "zero varlen rel_value small_workspace", "clamp offsets rel_value small_workspace"),
     "clamp rel_value rel_bias narrow_rel_query per_head dropout softcap key_lengths",
 )
-"""Calls that the kernels distinguish: one or two features at a time, and once all terms together."""
+"""Calls for which kernels are specialised: one or two features at a time, and one call with all terms."""
 
 
 def unknown_words(name: str) -> list[str]:
-    """The words of a name that mean nothing."""
+    """The invalid words of a name."""
     table, *words = name.split()
     if table in RANDOM:
         return [] if len(words) == 1 and words[0].isdigit() else [name]
@@ -83,7 +83,7 @@ def unknown_words(name: str) -> list[str]:
 
 
 def sample(name: str, num_queries: int, num_keys: int, width: int, dtype: str) -> Sample:
-    """The sample of a name. Random ones have lengths and widths of their own."""
+    """The sample of a name; the lengths and widths of random ones are drawn."""
     table, *words = name.split()
     torch_dtype = "float32" if dtype == "tf32" else dtype
     arithmetic: Fields = {"dtype": torch_dtype, "in_half": dtype == "tf32", "round_terms": dtype == "bfloat16"}
@@ -105,7 +105,7 @@ def sample(name: str, num_queries: int, num_keys: int, width: int, dtype: str) -
 
 
 class Subject(NamedTuple):
-    """A sample by its name, and a GPU. seed: draws the order in which warps take turns."""
+    """A sample by its name, and a GPU. seed: of the order in which warps take turns."""
 
     target: str
     dtype: str

@@ -1,4 +1,4 @@
-"""Kernels written in PTX with one error each, which is reported under its name; and the same without it."""
+"""PTX kernels with one error each, which the emulator reports by name, and the same kernels without it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tools.emulator.handwritten import SHARED_BASE, execute
 from tools.emulator.machine import Report, kinds
 
 SEEDS = range(6)
-"""Seeds of the order in which warps take turns. The findings must not depend on it."""
+"""Seeds of the order in which warps take turns, on which findings must not depend."""
 
 
 class Kernel(NamedTuple):
     """A body that gets a tensor of 64 integers.
 
-    found: the name of what is wrong with it; nothing if it is right. possible: what may be found besides, or before it.
+    found: the name of its error, or "". possible: another error that may be found with it or before it.
     """
 
     found: str
@@ -31,7 +31,7 @@ class Kernel(NamedTuple):
 
 MINE = "shl.b32 %r4, %r0, 2; add.u32 %r4, %r4, %r3;"  # address of this thread's word of shared memory
 OTHERS = "xor.b32 %r5, %r0, 32; shl.b32 %r5, %r5, 2; add.u32 %r5, %r5, %r3;"  # of the same lane's word in the other warp
-EARLIER = f"{MINE} {OTHERS} st.shared.b32 [%r4], %r0; bar.sync 0;"  # all words are written, and everybody has seen it
+EARLIER = f"{MINE} {OTHERS} st.shared.b32 [%r4], %r0; bar.sync 0;"  # all words are written, before a barrier
 HALF_OF_THE_LANES = "setp.lt.u32 %p1, %r1, 16;"
 OWN = "mov.u32 %r4, %ctaid.x; mul.wide.u32 %d4, %r4, 4; add.s64 %d4, %d4, %d0;"  # of the program's integer
 GLOBAL = "mul.wide.u32 %d4, %r0, 4; add.s64 %d4, %d4, %d0;"  # address of this thread's integer
@@ -54,12 +54,10 @@ KERNELS = {
     "misaligned shared store": Kernel("misaligned address", "st.shared.b32 [%r3+2], %r3;"),
     "misaligned copy": Kernel("misaligned address", "cp.async.ca.shared.global [%r3+4], [%d0], 8;", possible=UNDELIVERED),
     "misaligned matrix": Kernel("misaligned address", f"{EARLIER} ldmatrix.sync.aligned.m8n8.x1.shared.b16 {{%r10}}, [%r3+8];"),
-    "nobody wrote it": Kernel("read of shared memory that nobody wrote", "ld.shared.b32 %r4, [%r3];"),
-    "half of it was written": Kernel(
-        "read of shared memory that nobody wrote", "st.shared.b16 [%r3], 1; ld.shared.b32 %r4, [%r3];"
-    ),
-    "nobody wrote that matrix": Kernel(
-        "read of shared memory that nobody wrote", "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r10}, [%r3];"
+    "uninitialised word": Kernel("read of uninitialised shared memory", "ld.shared.b32 %r4, [%r3];"),
+    "half uninitialised word": Kernel("read of uninitialised shared memory", "st.shared.b16 [%r3], 1; ld.shared.b32 %r4, [%r3];"),
+    "uninitialised matrix": Kernel(
+        "read of uninitialised shared memory", "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r10}, [%r3];"
     ),
     # ---- races
     "a barrier after the store": Kernel("", f"{EARLIER} st.shared.b32 [%r4], 7; bar.sync 0; ld.shared.b32 %r6, [%r5];", 2),
@@ -146,17 +144,17 @@ def found_by(report: Report) -> set[str]:
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_finding(name: str) -> None:
-    """The name of the error, whatever the order of the warps."""
-    each = KERNELS[name]
-    for seed in SEEDS if each.warps > 1 else (0,):
-        report = execute(each.body, [torch.zeros(64, dtype=torch.int32)], warps=each.warps, grid=each.grid, seed=seed)
-        assert {each.found} - {""} <= found_by(report) <= {each.found, each.possible} - {""}, report.findings
+    """The error is found for any order of the warps."""
+    kernel = KERNELS[name]
+    for seed in SEEDS if kernel.warps > 1 else (0,):
+        report = execute(kernel.body, [torch.zeros(64, dtype=torch.int32)], warps=kernel.warps, grid=kernel.grid, seed=seed)
+        assert {kernel.found} - {""} <= found_by(report) <= {kernel.found, kernel.possible} - {""}, report.findings
         ends = not {"divergent branch", "deadlock", "instruction limit"} & found_by(report)
         assert report.finished == ends
 
 
 def test_errors_name_both_instructions() -> None:
-    """A race is reported with the other access, an error of a program with the program."""
+    """Findings name the program, and races also the other access."""
     body = KERNELS["no barrier after the store"].body
     finding = execute(body, [torch.zeros(64, dtype=torch.int32)], warps=2).findings[0]
     accesses = {finding.instruction, re.sub(r"^warp \d, | \(.*$", "", finding.other)}
@@ -197,7 +195,7 @@ UNFENCED = START.replace("fence.proxy.async.shared::cta;", "")
 
 
 def product(start: str = START, multiply: str = MULTIPLY, before_wait: str = "", after_wait: str = "", wait: str = WAIT) -> str:
-    """Operands are stored, multiplied, and waited for."""
+    """Store operands, multiply them, and wait for the product."""
     return f"{FILL} {start} {multiply} {COMMIT} {before_wait} {wait} {after_wait}"
 
 
@@ -248,17 +246,17 @@ def test_finding_of_wgmma(name: str) -> None:
     for seed in SEEDS:
         report = execute(body, [operands, results], warps=4, seed=seed)
         assert found_by(report) == {found} - {""}, report.findings
-        assert report.finished and report.names == found_by(report) - {LATE}  # that one is a note
+        assert report.finished and report.names == found_by(report) - {LATE}  # LATE is only a note
 
 
 def blocked(matrix: torch.Tensor) -> torch.Tensor:
-    """Rows of 16 elements as cores of 8 rows by 8 elements, those of the same rows one after the other."""
+    """Rows of 16 elements as blocks of 8 x 8, blocks of the same rows next to each other."""
     return matrix.view(-1, 8, 2, 8).transpose(1, 2).contiguous()
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_wgmma(seed: int) -> None:
-    """The product; lane l of a warp has row l / 4 and columns 2 (l % 4), 2 (l % 4) + 1, and the same of the row 8 below."""
+    """wgmma computes the product; lane l of a warp has columns 2 (l % 4), 2 (l % 4) + 1 of rows l / 4 and l / 4 + 8."""
     generator = torch.Generator().manual_seed(seed)
     left, right = torch.randn(64, 16, generator=generator).half(), torch.randn(8, 16, generator=generator).half()
     results = torch.full((4, 8, 4, 2, 2), torch.nan)  # warp, row, pair of columns, row or 8 below, column
@@ -269,7 +267,7 @@ def test_wgmma(seed: int) -> None:
     assert_near("product", product, (left.double() @ right.double().T).float())
 
 
-def test_every_kind_is_tested() -> None:
-    """A kind of finding that no kernel here has is one that nobody has seen work."""
-    tested = {each.found for each in KERNELS.values()} | {found for found, _ in PRODUCTS.values()}
+def test_all_findings_are_tested() -> None:
+    """Each kind of finding has a kernel in this file."""
+    tested = {kernel.found for kernel in KERNELS.values()} | {found for found, _ in PRODUCTS.values()}
     assert tested - {""} == {text for text, _ in kinds()}

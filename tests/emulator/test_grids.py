@@ -1,4 +1,4 @@
-"""Attention on a grid as compiled for GPUs, in bfloat16, which the interpreter does not know: error rules, races."""
+"""Attention on a grid as compiled for GPUs, in bfloat16, which the interpreter lacks: error rules and races."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def tensors(grid: tuple[int, int], prefix: int = 0, width: int = 64) -> tuple[Gr
 
 
 def by_reference(given: GridTensors, d_out: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return out and all gradients, of the dense formula."""
-    leaves = [each.to(dtype).requires_grad_() for each in given[:5]]
+    """Return out and all gradients of the dense formula."""
+    leaves = [tensor.to(dtype).requires_grad_() for tensor in given[:5]]
     out = _reference(GridTensors(*leaves), GridSpec(SCALE))
     return [out.detach(), *torch.autograd.grad(out, leaves, d_out.to(dtype))]
 
@@ -45,7 +45,7 @@ def by_reference(given: GridTensors, d_out: torch.Tensor, dtype: torch.dtype) ->
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("name", CASES)
 def test_error_rule(name: str, target: str) -> None:
-    """out and gradients as near to float64 as plain torch in bfloat16, and no thread reads what another may not have written."""
+    """out and gradients obey the error rule, and the emulator finds no races."""
     given, d_out = tensors(**CASES[name])
     launches: list[Emulated]
     with selected_for(target), emulated(target) as launches:
@@ -62,9 +62,9 @@ def test_error_rule(name: str, target: str) -> None:
 
 @pytest.mark.parametrize("name", ["as wide as a tile", "class token"])
 def test_lanes_agree_in_float32(name: str) -> None:
-    """Without matrix units lanes share rows: those that hold copies of a sum store the same bits."""
+    """Without matrix units, lanes that hold copies of the same sum store the same bits."""
     call, d_out = tensors(**CASES[name])
-    given = GridTensors(*(each.float() for each in call[:5]))
+    given = GridTensors(*(tensor.float() for tensor in call[:5]))
     with selected_for("sm_80"), emulated("sm_80") as launches:
         out, softmax_stats = forward(given, SCALE, 0.0)
         gradients = backward(d_out.float(), out, softmax_stats, given, SCALE, 0.0)

@@ -1,4 +1,4 @@
-"""Single instructions on all kinds of numbers, compared with what Python and torch say."""
+"""Single PTX instructions on special and random values, compared with Python and torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from inspect import signature
 import pytest
 import torch
 
-from tests.tolerance import within
+from tests.tolerance import assert_at_most
 from tools.emulator.decode import CORE, _expanded, decode, lanewise
 from tools.emulator.handwritten import execute, kernel
 from tools.emulator.ptx import UnknownPTX
@@ -113,7 +113,7 @@ for table in range(256):  # of three inputs
 
 
 def operands(count: int, lanes: int, seed: int) -> list[list[int]]:
-    """Special and random numbers, for each operand."""
+    """Special and random integers for each operand."""
     choose = random.Random(seed)
     drawn = lambda: choose.choice((choose.choice(SPECIAL), choose.randrange(64), choose.randrange(BITS)))  # noqa: E731
     return [[drawn() for _ in range(lanes)] for _ in range(count)]
@@ -124,7 +124,7 @@ def as_tensor(words: list[int]) -> torch.Tensor:
 
 
 def apply(instruction: str, sources: list[torch.Tensor], result: torch.Tensor) -> None:
-    """Execute an instruction on %r10 = f(%r11, %r12, ...), a program for each 32 elements; %d20 is for results of 64 bits."""
+    """Execute %r10 = f(%r11, %r12, ...), one program for 32 elements; 64-bit results are in %d20."""
     loads = "".join(f"add.s64 %d10, %d{index}, %d9; ld.global.b32 %r{11 + index}, [%d10];\n" for index in range(len(sources)))
     width = result.element_size()
     register = {2: "%h10", 4: "%r10", 8: "%d20"}[width]
@@ -151,7 +151,7 @@ def test_integers() -> None:
 
 
 def floats() -> torch.Tensor:
-    """Return float32 numbers of all magnitudes, with the limits and subnormals of float16, infinities and NaN among them."""
+    """Return float32 values of all magnitudes, among them limits and subnormals of float16, infinities and NaN."""
     generator = torch.Generator().manual_seed(0)
     edges = [0.0, -0.0, 65504.0, 65519.9, 65520.0, -65536.0, 2**-14, 2**-24, 2**-25, 1.0000001 * 2**-25, math.inf, -math.inf]
     spread = torch.randn(1024 - 13, generator=generator) * 2.0 ** torch.randint(-30, 30, (1011,), generator=generator)
@@ -159,7 +159,7 @@ def floats() -> torch.Tensor:
 
 
 def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equal, zeros by their sign, too; NaN is NaN."""
+    """Assert equal bits, with signs of zeros, and NaN in the same places."""
     assert torch.equal(actual.isnan(), expected.isnan())
     integers = {2: torch.int16, 4: torch.int32}[actual.element_size()]
     assert torch.equal(actual.nan_to_num(1.5).view(integers), expected.nan_to_num(1.5).view(integers))
@@ -167,7 +167,7 @@ def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_rounding_to_16_bits(dtype: torch.dtype) -> None:
-    """To nearest, ties to even, as torch does; and back, exactly."""
+    """Rounding to nearest with ties to even, as in torch, and exact conversion back."""
     name = {torch.float16: "f16", torch.bfloat16: "bf16"}[dtype]
     values = floats()
     result = torch.zeros(len(values), dtype=dtype)
@@ -177,30 +177,30 @@ def test_rounding_to_16_bits(dtype: torch.dtype) -> None:
     apply(f"cvt.rn.{name}x2.f32 %r10, %r12, %r11", [values, values.flip(0).contiguous()], pairs.view(torch.int32).flatten())
     assert_same_bits(pairs, torch.stack((values, values.flip(0)), -1).to(dtype))
     back = torch.zeros(len(values))
-    apply(f"cvt.u16.u32 %h0, %r11; cvt.f32.{name} %r10, %h0", [every_half()[: len(values)]], back)
-    assert_same_bits(back, every_half()[: len(values)].short().view(dtype).float())
+    apply(f"cvt.u16.u32 %h0, %r11; cvt.f32.{name} %r10, %h0", [all_halves()[: len(values)]], back)
+    assert_same_bits(back, all_halves()[: len(values)].short().view(dtype).float())
 
 
 def test_sums_in_16_bits() -> None:
-    """Rounded once, as torch's."""
-    left, right = every_half(), every_half().roll(1)
+    """Sums are rounded once, as in torch."""
+    left, right = all_halves(), all_halves().roll(1)
     total = left.short().view(torch.float16) + right.short().view(torch.float16)
     result = torch.zeros(len(left), dtype=torch.float16)
     apply("cvt.u16.u32 %h1, %r11; cvt.u16.u32 %h2, %r12; add.f16 %h10, %h1, %h2", [left, right], result)
     assert_same_bits(result, total)
     pairs = torch.zeros(len(left) // 2, dtype=torch.int32)
-    both = [each.short().view(torch.int32) for each in (left, right)]
+    both = [half.short().view(torch.int32) for half in (left, right)]
     apply("add.f16x2 %r10, %r11, %r12", both, pairs)
     assert_same_bits(pairs.view(torch.float16), total)
 
 
-def every_half() -> torch.Tensor:
+def all_halves() -> torch.Tensor:
     """All 16-bit patterns, in some order, in 32 bits."""
     return torch.randperm(65536, generator=torch.Generator().manual_seed(0)).int()
 
 
 def test_saturation_keeps_nan() -> None:
-    """satfinite makes infinities the largest number, and leaves NaN (PTX ISA, cvt)."""
+    """satfinite replaces infinities by the largest value, and keeps NaN (PTX ISA, cvt)."""
     values = floats()
     pairs = torch.zeros(len(values), 2, dtype=torch.float16)
     apply("cvt.rn.satfinite.f16x2.f32 %r10, %r11, %r11", [values], pairs.view(torch.int32).flatten())
@@ -255,16 +255,16 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("instruction", FUNCTIONS)
 def test_functions(instruction: str) -> None:
-    """Rounded once: off by half a unit of the last place, and as much for room."""
+    """One rounding: half a unit in the last place, with a factor of two of room."""
     values = torch.rand(320, generator=torch.Generator().manual_seed(0)) * 20 + 0.01
     result = torch.zeros(320)
     apply(instruction, [values], result)
     exact = FUNCTIONS[instruction](values.double())
-    within("result", (result - exact).abs(), torch.finfo(torch.float32).eps * exact.abs())
+    assert_at_most("result", (result - exact).abs(), torch.finfo(torch.float32).eps * exact.abs())
 
 
 def test_fused_multiply_add_rounds_once() -> None:
-    """(1 + x)^2 - (1 + 2 x) is x^2, of which a product that is rounded has nothing left."""
+    """fma computes (1 + x)^2 - (1 + 2 x) = x^2; with a rounded product it would be 0."""
     x, eps = 2.0**-12, torch.finfo(torch.float32).eps
     assert x**2 < eps
     for instruction, expected in (
@@ -297,20 +297,20 @@ COMPARISONS: dict[str, Callable[[float, float], bool]] = {
 @pytest.mark.parametrize("name", COMPARISONS)
 def test_comparisons_of_floats(name: str) -> None:
     pairs = list(itertools.product((0.0, 1.0, -1.0, math.nan), repeat=2)) * 2
-    a, b = (torch.tensor(each) for each in zip(*pairs, strict=True))
+    a, b = (torch.tensor(values) for values in zip(*pairs, strict=True))
     result = torch.zeros(32, dtype=torch.int32)
     apply(f"setp.{name}.f32 %p1, %r11, %r12; selp.b32 %r10, 1, 0, %p1", [a, b], result)
     assert result.tolist() == [int(COMPARISONS[name](*pair)) for pair in pairs]
 
 
 def test_comparisons_of_integers() -> None:
-    """Signed and unsigned, combined with a predicate, and the opposite beside it."""
+    """Signed and unsigned comparisons, combined with a predicate, and their complement."""
     words = operands(2, 128, seed=4)
     result = torch.zeros(128, dtype=torch.int32)
     instruction = """setp.lt.s32 %p1, %r11, %r12; setp.lt.u32 %p2, %r11, %r12; setp.hi.and.u32 %p3|%p4, %r11, %r12, !%p1;
     selp.b32 %r4, 1, 0, %p1; selp.b32 %r5, 2, 0, %p2; selp.b32 %r6, 4, 0, %p3; selp.b32 %r7, 8, 0, %p4;
     or.b32 %r4, %r4, %r5; or.b32 %r6, %r6, %r7; or.b32 %r10, %r4, %r6"""
-    apply(instruction.replace("%r4", "%r14"), [as_tensor(each) for each in words], result)
+    apply(instruction.replace("%r4", "%r14"), [as_tensor(operand) for operand in words], result)
     for a, b, found in zip(*words, result.tolist(), strict=True):
         less, below = signed(a) < signed(b), a < b
         assert found == less + 2 * below + 4 * (a > b and not less) + 8 * (a <= b and not less)
@@ -347,14 +347,14 @@ for opcode, total in REDUCTIONS.items():  # the same in all lanes
 
 @pytest.mark.parametrize("instruction", LANES)
 def test_lanes(instruction: str) -> None:
-    """The result of each lane, of its number."""
+    """Results of each lane for its lane number."""
     result = torch.zeros(32, dtype=torch.int32)
     apply(instruction, [], result)
     assert result.tolist() == [LANES[instruction](lane) for lane in range(32)]
 
 
 def test_vectors() -> None:
-    """Loads and stores of several elements; signed bytes are extended, words are cut."""
+    """Vector loads and stores; signed bytes are extended, words are truncated."""
     source = torch.arange(-64, 64, dtype=torch.int8).view(32, 4)
     result = torch.zeros(32, 4, dtype=torch.int32)
     body = """mul.wide.u32 %d4, %r1, 4; add.s64 %d4, %d4, %d0; mul.wide.u32 %d5, %r1, 16; add.s64 %d5, %d5, %d1;
@@ -384,12 +384,12 @@ def test_vectors() -> None:
     ],
 )
 def test_unknown_instructions_are_named(statement: str | None, named: str) -> None:
-    with pytest.raises(UnknownPTX, match=named.replace("$", r"\$").replace("%", "%")):
+    with pytest.raises(UnknownPTX, match=re.escape(named)):
         decode(kernel(f"{statement};") if statement else ".version 8.0\n.target sm_80\n")
 
 
 def test_no_instruction_is_listed_twice() -> None:
-    """Alternatives in braces are written out; a later line would replace an earlier one."""
+    """With alternatives in braces expanded, each opcode has one line."""
     text = (CORE / "lanewise.def").read_text()
     opcodes = [opcode for listed in re.findall(r'^\w+\(\w+, "([^"]+)"', text, re.MULTILINE) for opcode in _expanded(listed)]
     assert len(lanewise()) == len(opcodes)

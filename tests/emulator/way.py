@@ -1,4 +1,4 @@
-"""The package's kernels as compiled for a GPU, in the emulator of tools/emulator: one more way to compute a sample."""
+"""A way to compute a sample: kernels compiled for a GPU, run in the emulator (tools/emulator)."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Emulator(Way):
     """Kernels compiled for a GPU.
 
     Attributes:
-        seed: draws the order in which warps take turns.
+        seed: of the order in which warps take turns.
         is_tf32: products of float32 inputs are in TF32.
-        tiles: configurations by the kernels' names, instead of the selected ones.
-        launches: those of the last call, with what was found in them.
+        tiles: configurations by kernel, instead of the selected ones.
+        launches: the launches of the last call, with the emulator's findings.
     """
 
     implementation: str = "triton"
@@ -46,16 +46,16 @@ class Emulator(Way):
 
     @property
     def problems(self) -> list[str]:
-        """What the emulator found in the launches, a line each."""
+        """The findings in the launches, one line each."""
         unfinished = [f"{launch.name} did not end" for launch in self.launches if not launch.report.finished]
         return [f"{launch.name}: {finding}" for launch in self.launches for finding in launch.report.errors] + unfinished
 
     @contextmanager
     def computing(self, sample: Sample) -> Iterator[None]:
-        """All calls are computed by kernels for the target.
+        """Compute all calls with kernels for the target.
 
         Raises:
-            AssertionError: at the end, if the emulator found something.
+            AssertionError: at the end, if there are findings.
         """
         select, precision = selection.select, torch.get_float32_matmul_precision()
 
@@ -64,9 +64,7 @@ class Emulator(Way):
 
         with pytest.MonkeyPatch.context() as patch, selected_for(self.target), emulated(self.target, self.seed) as launches:
             patch.setattr(_implementations, "choose_implementation", lambda *_: _implementations.TRITON)
-            patch.setattr(
-                selection, "select", lambda kernel, *call, **more: self.tiles.get(kernel) or select(kernel, *call, **more)
-            )
+            patch.setattr(selection, "select", selected)
             torch.set_float32_matmul_precision("high" if self.is_tf32 else "highest")
             try:
                 yield

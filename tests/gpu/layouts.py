@@ -1,4 +1,4 @@
-"""Tensors as they come, and checks of calls with them: strided, unaligned, packed, and of odd widths."""
+"""Checks of calls with strided, unaligned and packed tensors, and odd widths."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 from tests.draws import Limits, drawn
 from tests.expected import exact_results
-from tests.interpreter.launch import check_every_term
+from tests.interpreter.launch import check_forward_backward
 from tests.samples import in_memory_order, with_different_strides
-from tests.tolerance import tolerance_of, within
+from tests.tolerance import assert_at_most, dtype_tolerance
 from triton_relattn import RelativePositions, fused_relative_attention_varlen
 from triton_relattn.testing import Inputs, forward_backward, make_inputs
 
@@ -21,9 +21,9 @@ POSITIONS = {
     "clamp": lambda length: RelativePositions(-length // 3, length // 4),
     "zero": lambda length: RelativePositions(-length // 3, length // 4, "zero"),
 }
-LARGEST_DISTANCE = {torch.float32: 10 * tolerance_of(torch.float32)}
-LARGEST_DISTANCE |= {dtype: tolerance_of(dtype) for dtype in (torch.bfloat16, torch.float16)}
-"""Relative, in norm, between a packed call and its sequences in float64; in float32 gradients cancel to a tenth."""
+LARGEST_DISTANCE = {torch.float32: 10 * dtype_tolerance(torch.float32)}
+LARGEST_DISTANCE |= {dtype: dtype_tolerance(dtype) for dtype in (torch.bfloat16, torch.float16)}
+"""Relative error in norm of a packed call; in float32 gradients may cancel to a tenth."""
 
 
 def map_tensors(inputs: Inputs, change: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
@@ -31,13 +31,13 @@ def map_tensors(inputs: Inputs, change: Callable[[torch.Tensor], torch.Tensor]) 
 
 
 def after_one_element(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that begins with the second element of its storage, where no 16 bytes begin."""
+    """A copy that begins with the second element of its storage, not aligned to 16 bytes."""
     storage = tensor.new_full((tensor.numel() + 1,), torch.nan)
     return storage[1:].view(tensor.shape).copy_(tensor)
 
 
 def by_length(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in the memory order of (B, N, H, D), as a projection leaves it."""
+    """A copy in the memory order of (B, N, H, D), the output of a projection."""
     return in_memory_order(tensor, 0, 2, 1, 3) if tensor.dim() == 4 else tensor
 
 
@@ -58,7 +58,7 @@ LAYOUTS: dict[str, Callable[[Inputs], Inputs]] = {
 
 
 def check_layout(layout: str, width: int, outside: str, dtype: torch.dtype, device: str, length: int = 150) -> None:
-    """A call and its gradients against float64."""
+    """Check a call and its gradients against float64."""
     positions = POSITIONS[outside](length)
     inputs = make_inputs(
         *(2, 2, length, length, width),
@@ -69,12 +69,12 @@ def check_layout(layout: str, width: int, outside: str, dtype: torch.dtype, devi
         device=device,
         seed=width,
     )
-    check_every_term(LAYOUTS[layout](inputs), None, positions=positions, is_causal=outside == "zero")
+    check_forward_backward(LAYOUTS[layout](inputs), None, positions=positions, is_causal=outside == "zero")
 
 
 def check_packed(seed: int, limits: Limits, device: str) -> None:
-    """A packed call, some sequences of which are empty, against each of its sequences in float64."""
-    inputs, arguments = replace(drawn(seed, limits, is_packed=True), dropout_p=0.0).inputs()  # a GPU draws other bits
+    """Check a packed call, perhaps with empty sequences, against its sequences in float64."""
+    inputs, arguments = replace(drawn(seed, limits, is_packed=True), dropout_p=0.0).inputs()  # a GPU draws another mask
     expected = exact_results(inputs, **arguments)
     on_device = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
 
@@ -91,4 +91,4 @@ def check_packed(seed: int, limits: Limits, device: str) -> None:
             continue
         distance = float((ours[is_finite] - exact[is_finite]).norm())
         scale = max(float(exact[is_finite].norm()), 0.05 * exact[is_finite].numel() ** 0.5)
-        within(name, distance, LARGEST_DISTANCE[result.dtype] * scale)
+        assert_at_most(name, distance, LARGEST_DISTANCE[result.dtype] * scale)

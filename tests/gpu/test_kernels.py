@@ -1,4 +1,4 @@
-"""The kernels on a GPU: what the interpreter cannot tell, bfloat16, aligned loads, and what runs at the same time."""
+"""The kernels on a GPU: bfloat16, aligned loads and concurrency, which the interpreter does not have."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from tests.draws import compiled, drawn
 from tests.gpu.layouts import LAYOUTS, POSITIONS, check_layout, check_packed
-from tests.interpreter.launch import check_every_term
+from tests.interpreter.launch import check_forward_backward
 from tests.tolerance import assert_gradients_close_fp32, assert_near
 from triton_relattn import RelativePositions, decomposed_relative_attention, fused_relative_attention
 from triton_relattn.testing import assert_within_budget, make_inputs
@@ -27,13 +27,13 @@ def test_drawn_calls(seed: int, dtype: torch.dtype) -> None:
     """out, lse and all gradients of random calls with any of the terms and arguments."""
     inputs, arguments = drawn(seed, compiled(dtype), is_packed=False).inputs()
     arguments = {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
-    check_every_term(inputs.to(dtype, DEVICE), None, **arguments)
+    check_forward_backward(inputs.to(dtype, DEVICE), None, **arguments)
 
 
 @pytest.mark.parametrize(("dtype", "width"), [*((torch.bfloat16, width) for width in (40, 64, 72)), (torch.float32, 40)], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout: str, width: int, dtype: torch.dtype) -> None:
-    """Tensors as they come: strided, unaligned, and of odd widths."""
+    """Strided and unaligned tensors, and odd widths."""
     for outside in POSITIONS:
         check_layout(layout, width, outside, dtype, DEVICE)
 
@@ -48,7 +48,7 @@ def test_packed(seed: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("grid", [(14, 14), (64, 64), (5, 70)])
 @pytest.mark.parametrize("prefix", [0, 1])
 def test_grid(grid: tuple[int, int], prefix: int, dtype: torch.dtype) -> None:
-    """out and all gradients of attention on a grid, which repeat bit for bit."""
+    """out and all gradients of attention on a grid obey the error rule, and have equal bits in a second run."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, 3, prefix + grid[0] * grid[1], 64)] * 4 + [(2 * side - 1, 64) for side in grid]
     d_out, *tensors = (torch.randn(shape, generator=generator).to(dtype).to(DEVICE) for shape in shapes)
@@ -71,7 +71,7 @@ def test_grid(grid: tuple[int, int], prefix: int, dtype: torch.dtype) -> None:
 
 
 def test_graph_capture() -> None:
-    """A captured step with dropout gives new results at each replay, and those of a call without a graph from the same state."""
+    """Replays of a captured step with dropout differ, and repeat from the same state of the generator."""
     inputs = make_inputs(2, 2, 130, 130, 64, num_rows=33, dtype=torch.bfloat16, device=DEVICE, seed=1)
     leaves = [tensor.requires_grad_() for tensor in inputs[:4] if tensor is not None]
 
@@ -100,8 +100,8 @@ def test_graph_capture() -> None:
     assert not torch.equal(first[0], second[0])
 
 
-def test_every_implementation_drops_the_same() -> None:
-    """The same state of the generator: the kernels and plain torch drop the same probabilities."""
+def test_all_implementations_have_the_same_dropout() -> None:
+    """From the same state of the generator, kernels and plain torch drop the same probabilities."""
     inputs = make_inputs(2, 2, 75, 61, 16, num_rows=9, dtype=torch.float32, device=DEVICE, seed=4)
     results = []
     for implementation in ("triton", "blockwise", "reference"):

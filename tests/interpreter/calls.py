@@ -1,4 +1,4 @@
-"""Calls with every term and argument, padded and packed, and limits with which their workspace has one part or many."""
+"""Calls with every term and argument, padded and packed, and limits that split their workspace into parts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POSITIONS = {
     "zero": RelativePositions(-4, 6, "zero"),
 }
 LIMITS = ("whole", "heads", "keys", "block")
-"""What a part has: everything; all keys of one key head; some of its keys; one block of its keys."""
+"""What a part of the workspace holds: everything; one key head; some of its keys; one block of its keys."""
 
 
 def tile(block_m: int, block_n: int, **others: Any) -> TileConfig:
@@ -40,9 +40,11 @@ TILES = {
 }
 
 
-def limit_of(limit: str, inputs: Inputs, arguments: dict[str, Any], tiles: dict[str, TileConfig]) -> str:
-    """The number of bytes, as the variable has it, with which the parts of a call are one of LIMITS; "" for the usual limit."""
-    num_queries, num_keys = sizes_of(inputs, arguments)[2:]
+def workspace_limit(limit: str, inputs: Inputs, arguments: dict[str, Any], tiles: dict[str, TileConfig]) -> str:
+    """The value of TRITON_RELATTN_WORKSPACE for one of LIMITS; "" for the default."""
+    num_queries, num_keys = inputs.query.shape[2], inputs.key.shape[2]
+    if "cu_seqlens_q" in arguments:
+        num_queries, num_keys = arguments["max_seqlen_q"], arguments["max_seqlen_k"]
     padded_keys = -(-num_keys // tiles["dkv"].block_n) * tiles["dkv"].block_n
     group = inputs.query.shape[1] // inputs.key.shape[1]
     pairs = group * num_queries * padded_keys * (1 if inputs.rel_value is None else 2)
@@ -50,29 +52,10 @@ def limit_of(limit: str, inputs: Inputs, arguments: dict[str, Any], tiles: dict[
     return {"whole": "", "heads": str(size), "keys": str(size * 2 // 3), "block": "0"}[limit]
 
 
-def sizes_of(inputs: Inputs, arguments: dict[str, Any]) -> tuple[int, int, int, int]:
-    """Sequences, heads of keys, queries and keys of the longest sequence."""
-    if "cu_seqlens_q" in arguments:
-        sequences = len(arguments["cu_seqlens_q"]) - 1
-        return sequences, inputs.key.shape[1], arguments["max_seqlen_q"], arguments["max_seqlen_k"]
-    return inputs.query.shape[0], inputs.key.shape[1], inputs.query.shape[2], inputs.key.shape[2]
-
-
-def check_parts(parts: int, limit: str, inputs: Inputs, arguments: dict[str, Any], tiles: dict[str, TileConfig]) -> None:
-    """There are as many parts as the limit makes, so that a test runs what it says."""
-    sequences, key_heads, _, num_keys = sizes_of(inputs, arguments)
-    units, blocks = sequences * key_heads, -(-num_keys // tiles["dkv"].block_n)
-    if limit == "keys":
-        assert parts > units
-    else:
-        assert parts == {"whole": 1, "heads": units, "block": units * blocks}[limit]
-    assert limit == "whole" or parts > 1
-
-
 OFFSETS = torch.tensor([3, -5], dtype=torch.int32)
-EVERY_TABLE: dict[str, Any] = {"rel_value": True, "rel_bias": True, "rel_p2c": True}
+ALL_TABLES: dict[str, Any] = {"rel_value": True, "rel_bias": True, "rel_p2c": True}
 CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    # of make_inputs, of the call
+    # arguments of make_inputs, arguments of the call
     "plain": ({}, {}),
     "causal": ({}, {"is_causal": True, "query_offset": 6}),
     "per_head": ({"heads": 4, "key_heads": 2, "per_head": True, "rel_bias": True}, {}),
@@ -101,48 +84,48 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "offsets": ({"rel_bias": True}, {"query_offset": OFFSETS}),
     "offsets_window": ({"per_head": True, "rel_value": True}, {"query_offset": OFFSETS, "window_size": (11, 5)}),
-    "every_table": ({**EVERY_TABLE, "rel_width": 12}, {"query_offset": 3, "softcap": 9.0}),
-    "every_table_offsets": ({**EVERY_TABLE, "per_head": True}, {"query_offset": OFFSETS, "dropout_p": 0.2, "is_causal": True}),
+    "every_table": ({**ALL_TABLES, "rel_width": 12}, {"query_offset": 3, "softcap": 9.0}),
+    "every_table_offsets": ({**ALL_TABLES, "per_head": True}, {"query_offset": OFFSETS, "dropout_p": 0.2, "is_causal": True}),
     "no_table": ({"rel_key": False}, {"is_causal": True, "query_offset": 6}),
 }
 
 
-def call_of(kind: str, **others: Any) -> tuple[Inputs, dict[str, Any]]:
-    """Two batch entries, two heads that share their keys, odd lengths."""
+def padded_call(kind: str, **others: Any) -> tuple[Inputs, dict[str, Any]]:
+    """Inputs and arguments with two batch entries, two heads that share keys, and odd lengths."""
     positions = POSITIONS[kind]
     options: dict[str, Any] = {"batch": 2, "heads": 2, "key_heads": 1, "num_queries": 37, "num_keys": 43}
     options |= {"width": 8, "value_width": 12, "num_rows": positions.num_rows, "dtype": torch.float32, "seed": 5, **others}
     return make_inputs(**options), {"positions": positions, "enable_gqa": True}
 
 
-LENGTHS_OF_PACK: dict[str, tuple[int, ...]] = {"q": (13, 0, 37, 5), "k": (21, 5, 40, 0)}
+PACKED_LENGTHS: dict[str, tuple[int, ...]] = {"q": (13, 0, 37, 5), "k": (21, 5, 40, 0)}
 PACKED_CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "packed": ({"rel_bias": True}, {}),
     "packed_causal": ({"per_head": True, "rel_value": True}, {"is_causal": True, "query_offset": 5}),
     "packed_window": ({"rel_value": True, "rel_key": False}, {"window_size": (11, 5)}),
     "packed_p2c": ({"rel_p2c": True, "heads": 4, "key_heads": 2, "per_head": True}, {"rel_scale": -0.3}),
-    "packed_offsets": ({**EVERY_TABLE, "rel_width": 12}, {"query_offset": torch.tensor([4, 3, -12, 20])}),
+    "packed_offsets": ({**ALL_TABLES, "rel_width": 12}, {"query_offset": torch.tensor([4, 3, -12, 20])}),
     "packed_dropout": ({"rel_value": True, "rel_bias": True}, {"dropout_p": 0.3, "softcap": 3.0}),
 }
 
 
-def pack_of(kind: str, lengths: dict[str, tuple[int, ...]] = LENGTHS_OF_PACK, **others: Any) -> tuple[Inputs, dict[str, Any]]:
-    """Return what call_of does, but sequences of these lengths, packed."""
+def packed_call(kind: str, lengths: dict[str, tuple[int, ...]] = PACKED_LENGTHS, **others: Any) -> tuple[Inputs, dict[str, Any]]:
+    """Inputs and arguments like those of padded_call, for packed sequences of these lengths."""
     options: dict[str, Any] = {"batch": 1, "num_queries": sum(lengths["q"]), "num_keys": sum(lengths["k"])}
-    inputs, arguments = call_of(kind, **{**options, **others})
+    inputs, arguments = padded_call(kind, **{**options, **others})
     in_order = {name: getattr(inputs, name) for name in ("query", "key", "value", "d_out", "rel_query")}
     packed: dict[str, Any] = {name: tensor[0].transpose(0, 1) for name, tensor in in_order.items() if tensor is not None}
     arguments["query_offset"] = 0
-    for which, each in lengths.items():
-        arguments |= {f"cu_seqlens_{which}": torch.tensor([*itertools.accumulate(each, initial=0)])}
-        arguments |= {f"max_seqlen_{which}": max(each)}
+    for which, sizes in lengths.items():
+        arguments |= {f"cu_seqlens_{which}": torch.tensor([*itertools.accumulate(sizes, initial=0)])}
+        arguments |= {f"max_seqlen_{which}": max(sizes)}
     return inputs._replace(**packed, d_lse=inputs.d_lse[0]), arguments
 
 
 def named_call(name: str, kind: str, **others: Any) -> tuple[Inputs, dict[str, Any]]:
     """One of CALLS or PACKED_CALLS."""
     shape, arguments = (CALLS | PACKED_CALLS)[name]
-    inputs, of_table = (pack_of if name in PACKED_CALLS else call_of)(kind, **{**shape, **others})
+    inputs, table_arguments = (packed_call if name in PACKED_CALLS else padded_call)(kind, **{**shape, **others})
     if all(getattr(inputs, table) is None for table in TABLES):
-        del of_table["positions"]
-    return inputs, {**of_table, **arguments}
+        del table_arguments["positions"]
+    return inputs, {**table_arguments, **arguments}

@@ -1,5 +1,4 @@
-"""Triton's interpreter in a third of its time, with products that do not depend on the processor; a fixture that guards all
-kernels of a test."""
+"""Triton's interpreter, made three times as fast and independent of the processor, and a fixture that guards kernels."""
 
 from __future__ import annotations
 
@@ -20,10 +19,9 @@ called: set[int] = set()
 
 
 def call_device_function(function: interpreter.InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
-    """Triton's own, but from the second call on without replacing triton.language by the interpreter: half of the time.
+    """Triton's own, except that only the first call patches triton.language, which takes half of the time.
 
-    The launch replaces what kernels see of it and the first call what triton's own functions do; neither is undone before the
-    launch ends.
+    The patches of the launch and of the first call stay until the launch ends.
     """
     if id(function) not in called:
         called.add(id(function))
@@ -35,8 +33,8 @@ numpy_dtype = interpreter._get_np_dtype
 numpy_dtypes: dict[Any, Any] = {}
 
 
-def numpy_dtype_of(dtype: Any) -> Any:
-    """Triton's own, which makes a table of all dtypes each time."""
+def cached_numpy_dtype(dtype: Any) -> Any:
+    """Triton's own with a cache."""
     element = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
     if isinstance(element, tl.pointer_type):
         return numpy_dtype(element)
@@ -46,11 +44,10 @@ def numpy_dtype_of(dtype: Any) -> Any:
 
 
 def create_dot(_: Any, a: Any, b: Any, acc: Any, *_precision: Any) -> Any:
-    """Triton's own, but products are rounded once.
+    """Triton's own, with products rounded once.
 
-    An element of a matrix unit's product does not depend on where in the tile it stands, and the kernels rely on that: where
-    logits are large, the backward's scores must be the forward's. On some processors, such as AMD's Zen 3, an element of numpy's
-    product in float32 does.
+    An element of a matrix unit's product does not depend on its place in the tile. The kernels rely on that: for large logits the
+    backward's scores must equal the forward's. numpy's float32 products depend on it on some processors, such as AMD's Zen 3.
     """
     product = np.matmul(a.data, b.data, dtype=np.float64)
     return interpreter.TensorHandle(product.astype(acc.data.dtype) + acc.data, acc.dtype.scalar)
@@ -60,18 +57,18 @@ unwrap = core._unwrap_if_constexpr
 
 
 def unwrap_named(value: Any) -> Any:
-    """Triton's own, but named tuples keep their names: those that a constexpr function gets lose them in Triton 3.6."""
+    """Triton's own, which in Triton 3.6 turns the named tuples that a constexpr function gets into plain ones."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*map(unwrap_named, value))
     return unwrap(value)
 
 
 def change_interpreter(patch: pytest.MonkeyPatch) -> None:
-    """Make the interpreter fast and its products alike everywhere. Integers may overflow unnoticed; guarded kernels notice."""
+    """Make the interpreter fast and its products exact. Integer overflow is only checked in guarded kernels."""
     options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     patch.setattr(core, "_unwrap_if_constexpr", unwrap_named)
     patch.setattr(interpreter.InterpretedFunction, "__call__", call_device_function)
-    patch.setattr(interpreter, "_get_np_dtype", numpy_dtype_of)
+    patch.setattr(interpreter, "_get_np_dtype", cached_numpy_dtype)
     patch.setattr(interpreter.interpreter_builder, "options", options)
     patch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
@@ -83,6 +80,6 @@ def changed_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def guarded_kernels() -> Iterator[list[Launch]]:
-    """All launches of the test; it fails if one of them accessed what it should not."""
+    """All launches of the test, which fails if one of them makes a forbidden access."""
     with guarded() as launches:
         yield launches

@@ -1,4 +1,4 @@
-"""Guards around kernels in the interpreter: what they read and write, in which order programs run, what lies around tensors."""
+"""Guards around interpreted kernels: checks of memory accesses, other orders of programs, and poisoned storage around tensors."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from triton.runtime import interpreter
 from tests.groups import flat
 
 Order = Literal["reversed", "shuffled"]
-"""Orders of programs other than that in which the interpreter goes through a grid."""
-NOBODY, SEVERAL = -1, -2
+"""Orders of programs that differ from the interpreter's own."""
+NO_PROGRAM, SEVERAL = -1, -2
 """Instead of a program's number."""
 EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 MOST_VIOLATIONS = 100
-"""A launch with so many is stopped: lengths that are read from the wrong place could keep it going for ever."""
+"""A launch is stopped after this many: with lengths read from a wrong address it might not end."""
 
 
 def element_addresses(tensor: torch.Tensor) -> np.ndarray:
-    """The addresses of a view's elements, sorted; what lies between them or around them is not among these."""
+    """The sorted addresses of a view's elements, without those between and around them."""
     offsets: Any = np.zeros(1, dtype=np.int64)
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         steps: Any = np.arange(min(size, 1) if stride == 0 else size, dtype=np.int64) * stride
@@ -43,8 +43,8 @@ def tensors_in(argument: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(part)
 
 
-def poison_of(dtype: Any) -> Any:
-    """NaN, True or the largest integer, for dtypes of torch and of numpy; for what is uint16 to numpy it is bfloat16's NaN."""
+def poison_value(dtype: Any) -> Any:
+    """NaN, True or the largest integer of a torch or numpy dtype; numpy's uint16 holds bfloat16, whose NaN it is."""
     if isinstance(dtype, torch.dtype):
         return math.nan if dtype.is_floating_point else True if dtype == torch.bool else torch.iinfo(dtype).max
     return math.nan if dtype.kind == "f" else True if dtype.kind == "b" else np.iinfo(dtype).max
@@ -52,11 +52,11 @@ def poison_of(dtype: Any) -> Any:
 
 @dataclass
 class Launch:
-    """The memory accesses of one launch, and those among them that are forbidden.
+    """The memory accesses of one launch and its violations.
 
     Args:
-        kernel: its name.
-        views: the tensors that it was given, by the names of its arguments.
+        kernel: the name.
+        views: the tensors passed to it, by the names of its arguments.
     """
 
     kernel: str
@@ -71,9 +71,9 @@ class Launch:
         self.names = ["null", *(name for name, _ in views)]
         sizes = np.array([0, *(tensor.element_size() for _, tensor in views)])
         self.allowed, first = np.unique(np.concatenate(addresses), return_index=True)
-        self.owner = np.repeat(np.arange(len(addresses)), [len(each) for each in addresses])[first]
+        self.owner = np.repeat(np.arange(len(addresses)), [len(elements) for elements in addresses])[first]
         self.size = sizes[self.owner]
-        self.reader, self.writer = (np.full(len(self.allowed), NOBODY) for _ in range(2))
+        self.reader, self.writer = (np.full(len(self.allowed), NO_PROGRAM) for _ in range(2))
 
     def report(self, program: int, what: str) -> None:
         self.violations.append(f"{self.kernel}, program {program}: {what}")
@@ -81,17 +81,17 @@ class Launch:
             raise AssertionError("stopped after too many violations: " + "\n".join(self.violations[:10]))
 
     def nearest(self, address: int, size: int) -> str:
-        """Where an address lies that no element of this size has."""
+        """Describe a forbidden address by the nearest element."""
         place = int(np.searchsorted(self.allowed, address))
         around = [index for index in (place - 1, place) if 0 <= index < len(self.allowed)]
-        index = min(around, key=lambda each: abs(int(self.allowed[each]) - address))
+        index = min(around, key=lambda candidate: abs(int(self.allowed[candidate]) - address))
         distance, name = address - int(self.allowed[index]), self.names[self.owner[index]]
         if distance == 0:
             return f"{size} bytes wide, at an element of {name}, which has {self.size[index]}"
         return f"{abs(distance)} bytes {'behind' if distance > 0 else 'before'} an element of {name}"
 
     def access(self, kind: str, program: int, pointers: np.ndarray, mask: np.ndarray, size: int) -> np.ndarray:
-        """Record an access of elements of so many bytes; which of them are in the views, and may be made."""
+        """Record an access of elements of ``size`` bytes; return which of them are allowed."""
         addresses: Any = pointers.astype(np.int64)
         index = np.searchsorted(self.allowed, addresses).clip(max=len(self.allowed) - 1)
         inside = (self.allowed[index] == addresses) & (self.size[index] == size)
@@ -104,7 +104,7 @@ class Launch:
             self.loads += index.size
             self.conflicts(index, program, self.writer, "loads what program {} stores")
             before = self.reader[index]
-            self.reader[index] = np.where((before == NOBODY) | (before == program), program, SEVERAL)
+            self.reader[index] = np.where((before == NO_PROGRAM) | (before == program), program, SEVERAL)
         else:
             self.stores += index.size
             if len(np.unique(index)) < index.size:
@@ -115,7 +115,7 @@ class Launch:
         return inside
 
     def conflicts(self, index: np.ndarray, program: int, others: np.ndarray, what: str) -> None:
-        wrong = index[(others[index] != NOBODY) & (others[index] != program)]
+        wrong = index[(others[index] != NO_PROGRAM) & (others[index] != program)]
         if wrong.size:
             other = others[wrong[0]]
             what = what.format("more than one" if other == SEVERAL else other)
@@ -125,7 +125,7 @@ class Launch:
 class GuardedMemory:
     """The interpreter's access to memory, all of it: what is outside a launch's views is reported, and not done.
 
-    A load from there gives poison_of its dtype. Atomic operations are reported and not done, wherever they are: they make
+    A load from there gives poison_value of its dtype. Atomic operations are reported and not done, wherever they are: they make
     results depend on the order of programs. What else a Triton may have is an AttributeError.
     """
 
@@ -142,7 +142,7 @@ class GuardedMemory:
         asked = np.broadcast_to(np.asarray(mask, dtype=bool), pointers.shape)
         inside = self.launches[-1].access("load", self.program, pointers, asked, dtype.itemsize)
         loaded = self.memory.load(pointers, asked & inside, other, dtype)
-        return np.where(asked & ~inside, poison_of(dtype), loaded).astype(dtype) if (asked & ~inside).any() else loaded
+        return np.where(asked & ~inside, poison_value(dtype), loaded).astype(dtype) if (asked & ~inside).any() else loaded
 
     def store(self, pointers: Any, value: Any, mask: Any) -> None:
         asked = np.broadcast_to(np.asarray(mask, dtype=bool), pointers.shape)
@@ -151,14 +151,14 @@ class GuardedMemory:
 
     def atomic_cas(self, pointers: Any, compared: Any, value: Any, semantics: Any) -> np.ndarray:
         self.launches[-1].report(self.program, "an atomic compare-and-swap")
-        return np.full_like(value, poison_of(value.dtype))
+        return np.full_like(value, poison_value(value.dtype))
 
     def atomic_rmw(self, operation: Any, pointers: Any, value: Any, mask: Any, semantics: Any) -> np.ndarray:
         self.launches[-1].report(self.program, f"an atomic {operation.name}")
-        return np.full_like(value, poison_of(value.dtype))
+        return np.full_like(value, poison_value(value.dtype))
 
     def arithmetic(self, left: Any, right: Any, operation: Any) -> None:
-        """Instead of Triton's own check that no sum, difference or product of integers overflows, which takes longer."""
+        """Report integer overflow of a sum, difference or product; faster than Triton's own check."""
         dtype = left.handle.data.dtype
         if dtype.itemsize < 8:
             exact = EXACT[operation.__name__](left.handle.data.astype(np.int64), right.handle.data.astype(np.int64))
@@ -168,10 +168,10 @@ class GuardedMemory:
 
 @contextmanager
 def recorded() -> Iterator[list[Launch]]:
-    """Record every access of all launches within, and do those only that are elements of the views which the launch was given.
+    """Record the accesses of all launches, and perform only those to elements of the views passed to the launch.
 
-    The violations: an access to anything else, an address to which two programs store, or that one loads and another stores,
-    atomic operations, and integers of up to 32 bits that overflow.
+    Violations are accesses outside of these, an address that two programs store to, or that one loads and another stores to,
+    atomic operations, and overflow of integers of up to 32 bits.
     """
     launches: list[Launch] = []
     function = interpreter.InterpretedFunction
@@ -179,7 +179,7 @@ def recorded() -> Iterator[list[Launch]]:
 
     def recorded_run(self: Any, *args: Any, **kwargs: Any) -> Any:
         named = [*zip(self.arg_names, args, strict=False), *flat(kwargs).items()]
-        launches.append(Launch(self.fn.__name__, [(name, tensor) for name, each in named for tensor in tensors_in(each)]))
+        launches.append(Launch(self.fn.__name__, [(name, tensor) for name, argument in named for tensor in tensors_in(argument)]))
         return run(self, *args, **kwargs)
 
     memory = GuardedMemory(interpreter._interpreter, launches)
@@ -192,7 +192,7 @@ def recorded() -> Iterator[list[Launch]]:
 
 @contextmanager
 def guarded() -> Iterator[list[Launch]]:
-    """The same, and an AssertionError at the end that names the violations, if there are any."""
+    """Record all launches, and raise an AssertionError that lists the violations at the end."""
     with recorded() as launches:
         yield launches
     violations = [violation for launch in launches for violation in launch.violations]
@@ -203,7 +203,7 @@ def guarded() -> Iterator[list[Launch]]:
 
 @contextmanager
 def programs_in_order(order: Order, seed: int = 0) -> Iterator[list[list[int]]]:
-    """Run the programs of each launch within in this order. Yields the launches: the programs' numbers, as they ran."""
+    """Run the programs of each launch in this order. Yields the numbers of the programs for each launch, as they ran."""
     launches: list[list[int]] = []
     builder = interpreter.interpreter_builder
     set_grid_idx = builder.set_grid_idx
@@ -226,15 +226,15 @@ def programs_in_order(order: Order, seed: int = 0) -> Iterator[list[list[int]]]:
 
 
 def in_poisoned_storage(tensor: torch.Tensor, choose: random.Random) -> torch.Tensor:
-    """The same numbers as a view of larger storage, with poison_of its dtype before, behind and between them.
+    """Copy a tensor to a view of larger storage, with poison_value before, after and between the elements.
 
-    Dimensions lie in any order in memory, each padded at both ends, elements next to each other or not; those of a vector are.
+    The order of dimensions in memory, the padding at their ends and the step of the last one are random; vectors have step 1.
     """
     order = choose.sample(range(tensor.dim()), tensor.dim())
     margins = [(choose.randint(1, 3), choose.randint(1, 3)) for _ in order]
     step = choose.choice((1, 1, 2, 3)) if tensor.dim() > 1 else 1
     sizes = [before + tensor.shape[dim] + behind for dim, (before, behind) in zip(order, margins, strict=True)]
-    view = tensor.new_full([*sizes, step], poison_of(tensor.dtype))[..., 0]
+    view = tensor.new_full([*sizes, step], poison_value(tensor.dtype))[..., 0]
     for place, (dim, (before, _)) in enumerate(zip(order, margins, strict=True)):
         view = view.narrow(place, before, tensor.shape[dim])
     return view.permute([order.index(dim) for dim in range(tensor.dim())]).copy_(tensor)

@@ -1,4 +1,4 @@
-"""Calls of the kernels with chosen configurations, padded and packed, and what they are measured against."""
+"""Calls of the kernels with chosen configurations, padded and packed, and the error rules for their results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.expected import assert_table_gradient, exact_results, table_gradient_budget
-from tests.tolerance import assert_gradients_close_fp32, within
+from tests.tolerance import assert_at_most, assert_gradients_close_fp32
 from triton_relattn import fused_relative_attention, fused_relative_attention_varlen
 from triton_relattn._core import validation
 from triton_relattn._core.arguments import Arguments
@@ -19,7 +19,7 @@ from triton_relattn._core.dropout import keep_mask
 from triton_relattn._core.dtypes import keeps_residual
 from triton_relattn._core.spec import DIFFERENTIABLE, TABLES, AttentionSpec, AttentionTensors
 from triton_relattn._reference import reference_attention
-from triton_relattn.kernels import call as of_launches
+from triton_relattn.kernels import call as launch_call
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.config import architectures, selection
 from triton_relattn.kernels.config.tile_config import TileConfig
@@ -38,8 +38,7 @@ def tile(block_m: int, block_n: int, carry: str | None = "scores") -> TileConfig
     return TileConfig(block_m, block_n, 4, 1, carry)
 
 
-# Several tiles each way in short sequences; the second has the other shape everywhere, and carries nothing. The default, large,
-# carries scores.
+# Both have several tiles in each dimension of short sequences; OTHER has the other shapes, and carries nothing.
 SMALL = {
     "forward": tile(32, 16),
     "dq": tile(16, 32),
@@ -64,21 +63,20 @@ def attend(*tensors: Any, **arguments: Any) -> Any:
     return fused_relative_attention(*tensors, **arguments, return_lse=True, implementation="triton")
 
 
-def tensors_of(inputs: Inputs) -> dict[str, Any]:
+def call_tensors(inputs: Inputs) -> dict[str, Any]:
     """The tensors of a call, by the names of its arguments."""
     return {name: getattr(inputs, name) for name in DIFFERENTIABLE if getattr(inputs, name) is not None}
 
 
 def resolve(inputs: Inputs, **arguments: Any) -> tuple[AttentionTensors, AttentionSpec]:
-    """A call of fused_relative_attention, or with cu_seqlens_q of its varlen form, as the launchers get it; dropout has a fixed
-    seed."""
+    """A validated call, packed if it has cu_seqlens_q, as the launchers get it; with the fixed dropout seed."""
     is_packed = "cu_seqlens_q" in arguments
-    tensors, spec = validation.resolve(Arguments(**tensors_of(inputs), **arguments, is_packed=is_packed))
+    tensors, spec = validation.resolve(Arguments(**call_tensors(inputs), **arguments, is_packed=is_packed))
     return (tensors._replace(dropout_seed=SEED.to(inputs.query.device)) if spec.dropout_p > 0 else tensors), spec
 
 
 def run(inputs: Inputs, config: TileConfig | None = None, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse of the forward kernel; the call is validated as the public function validates it."""
+    """out and lse of the forward kernel for a validated call."""
     tensors, spec = resolve(inputs, **arguments)
     out, lse, *_ = forward(tensors, spec, config)
     return out, lse
@@ -87,7 +85,7 @@ def run(inputs: Inputs, config: TileConfig | None = None, **arguments: Any) -> t
 def all_gradients(
     inputs: Inputs, tiles: Tiles | None = None, wanted: Collection[str] = GRADIENTS, **arguments: Any
 ) -> dict[str, torch.Tensor]:
-    """out, lse and those gradients that are wanted and there, in the shapes of the call's tensors."""
+    """out, lse and the wanted gradients of present inputs, in the shapes of the call's tensors."""
     tensors, spec = resolve(inputs, **arguments)
     is_packed = "cu_seqlens_q" in arguments
     d_out, d_lse = (inputs.d_out.transpose(0, 1)[None], inputs.d_lse[None]) if is_packed else (inputs.d_out, inputs.d_lse)
@@ -98,7 +96,7 @@ def all_gradients(
     results = {
         "out": out,
         "lse": lse,
-        **{name: each for name, each in zip(GRADIENTS, gradients, strict=True) if each is not None},
+        **{name: gradient for name, gradient in zip(GRADIENTS, gradients, strict=True) if gradient is not None},
     }
     if is_packed:
         results["lse"] = lse[0]
@@ -108,7 +106,7 @@ def all_gradients(
 
 
 def selectable(kernel: str) -> list[TileConfig]:
-    """Every default configuration of a kernel but for what means nothing here: stages, registers, and for the gather warps."""
+    """A kernel's default configurations, without what the interpreter ignores: stages, registers and, with gather, warps."""
     rows = (row for row in selection.defaults() if row.kind.kernel in ("", kernel) and row.kind.term_set != "grid")
     found = set()
     for row in rows:
@@ -118,9 +116,9 @@ def selectable(kernel: str) -> list[TileConfig]:
 
 
 def round_terms(monkeypatch: pytest.MonkeyPatch, rounded: bool) -> None:
-    """Let the kernels round terms to float16, or not, whatever the inputs are; nothing is kept of earlier calls' decisions."""
+    """Let the kernels round terms to float16, or not, for all dtypes; cached decisions are dropped."""
     monkeypatch.setattr(architectures, "rounds_terms", lambda *_: rounded)
-    monkeypatch.setattr(of_launches, "call_constants", of_launches.call_constants.__wrapped__)
+    monkeypatch.setattr(launch_call, "call_constants", launch_call.call_constants.__wrapped__)
 
 
 def has_wide_index(tensor: torch.Tensor) -> bool:
@@ -128,21 +126,21 @@ def has_wide_index(tensor: torch.Tensor) -> bool:
     return needs_wide_index(tensor.shape, tensor.stride())
 
 
-# The rules for results.
+# Error rules.
 
 
-def kept(*sizes: int, dropout_p: float) -> torch.Tensor:
-    """Return the mask of what dropout keeps with the fixed seed, bool, for sizes (batch, heads, num_queries, num_keys)."""
+def fixed_keep_mask(*sizes: int, dropout_p: float) -> torch.Tensor:
+    """The bool mask of dropout with the fixed seed, for sizes (batch, heads, num_queries, num_keys)."""
     batch, heads, num_queries, num_keys = sizes
     indices = torch.arange(batch).view(-1, 1, 1, 1), torch.arange(heads).view(-1, 1, 1), torch.arange(num_queries).view(-1, 1)
     return keep_mask(SEED, dropout_p, *indices, slice(0, num_keys))
 
 
 def with_keep(inputs: Inputs, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments for exact_results: with dropout, also what is kept."""
+    """The arguments for exact_results: with dropout, also the mask."""
     if not arguments.get("dropout_p"):
         return arguments
-    keep = kept(*inputs.query.shape[:3], inputs.key.shape[2], dropout_p=arguments["dropout_p"])
+    keep = fixed_keep_mask(*inputs.query.shape[:3], inputs.key.shape[2], dropout_p=arguments["dropout_p"])
     return {**arguments, "keep": keep.to(inputs.query.device)}
 
 
@@ -153,7 +151,7 @@ def with_seed(inputs: Inputs, arguments: dict[str, Any]) -> dict[str, Any]:
 
 def reference(inputs: Inputs, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse by plain torch in the inputs' dtype."""
-    return reference_attention(**tensors_of(inputs), **with_seed(inputs, arguments))
+    return reference_attention(**call_tensors(inputs), **with_seed(inputs, arguments))
 
 
 def check_results(out: torch.Tensor, lse: torch.Tensor, inputs: Inputs, **arguments: Any) -> None:
@@ -168,7 +166,7 @@ def check_results(out: torch.Tensor, lse: torch.Tensor, inputs: Inputs, **argume
         if bool((exact.isfinite() & (exact != 0)).any()):
             # Rows that see a single key copy its value: plain torch may be exact.
             assert_within_budget(name, result, exact, inexact, factor=factor, exact_reference=True)
-        else:  # nobody sees anything
+        else:  # no query sees a key
             assert torch.equal(result.double(), exact)
 
 
@@ -179,8 +177,8 @@ def check(inputs: Inputs, config: TileConfig | None = None, **arguments: Any) ->
     return results
 
 
-def check_every_term(inputs: Inputs, tiles: Tiles | None = None, **arguments: Any) -> dict[str, torch.Tensor]:
-    """Run with any of the terms and arguments that there are, and apply the error rules to out, lse and all gradients."""
+def check_forward_backward(inputs: Inputs, tiles: Tiles | None = None, **arguments: Any) -> dict[str, torch.Tensor]:
+    """Run forward and backward, and apply the error rules to out, lse and all gradients."""
     results = all_gradients(inputs, tiles, **arguments)
     check_all(results, inputs, **arguments)
     return results
@@ -189,8 +187,8 @@ def check_every_term(inputs: Inputs, tiles: Tiles | None = None, **arguments: An
 def check_all(results: Mapping[str, torch.Tensor], inputs: Inputs, **arguments: Any) -> None:
     """The error rules for out, lse and all gradients of a padded or packed call.
 
-    In float32 the gradients are close in norm, also those that cancel to nothing. In float16 they are off by at most three times
-    what plain torch is, and those of tables by what rounding dS (or P) once costs.
+    In float32 gradients are close in norm, also those that cancel to zero. In float16 they have at most three times the error of
+    plain torch, and those of tables the error of dS (or P) rounded once.
     """
     if "cu_seqlens_q" in arguments:
         check_packed(results, inputs, arguments)
@@ -210,8 +208,8 @@ def check_all(results: Mapping[str, torch.Tensor], inputs: Inputs, **arguments: 
             assert not results[name].any(), name
         elif inputs.query.dtype == torch.float32:
             assert_gradients_close_fp32(name, results[name], golden[name], [golden[other] for other in names])
-        elif not golden[name].any():  # of queries that see one key it cancels to nothing
-            within(name, results[name].abs(), 10 * torch.finfo(results[name].dtype).eps * largest)
+        elif not golden[name].any():  # with one visible key it cancels to zero
+            assert_at_most(name, results[name].abs(), 10 * torch.finfo(results[name].dtype).eps * largest)
         else:
             assert_within_budget(name, results[name], golden[name], plain[name], factor=3, exact_reference=True)
             table = name.removeprefix("d_")
@@ -220,15 +218,15 @@ def check_all(results: Mapping[str, torch.Tensor], inputs: Inputs, **arguments: 
 
 
 def check_packed(results: Mapping[str, torch.Tensor], inputs: Inputs, arguments: dict[str, Any]) -> None:
-    """The same: all results are those of each sequence by itself in float64, the tables' summed."""
+    """The error rules for a packed call: results are those of the separate sequences in float64, gradients of tables summed."""
     dropout_p = arguments.get("dropout_p", 0.0)
     longest = arguments["max_seqlen_q"], arguments["max_seqlen_k"]
     sizes = len(arguments["cu_seqlens_q"]) - 1, inputs.query.shape[1], *longest
-    golden = exact_results(inputs, **arguments, keep=kept(*sizes, dropout_p=dropout_p) if dropout_p else None)
+    golden = exact_results(inputs, **arguments, keep=fixed_keep_mask(*sizes, dropout_p=dropout_p) if dropout_p else None)
     assert results.keys() == golden.keys()
     gradients = [golden[name] for name in results if name.startswith("d_")]
     is_exact = inputs.query.dtype == torch.float32
-    assert is_exact or not dropout_p, "the reference would drop others"
+    assert is_exact or not dropout_p, "in 16 bits the reference has another dropout mask"
     reference_varlen: Any = partial(fused_relative_attention_varlen, return_lse=True, implementation="reference")
     plain = {} if is_exact else forward_backward(reference_varlen, inputs, **arguments)
     for name, result in results.items():
@@ -243,4 +241,4 @@ def check_packed(results: Mapping[str, torch.Tensor], inputs: Inputs, arguments:
         table = name.removeprefix("d_")
         if table in TABLES and not is_exact:
             exact, allowance = table_gradient_budget(inputs, table=table, **arguments)
-            within(name, (result.double() - exact).abs(), allowance)
+            assert_at_most(name, (result.double() - exact).abs(), allowance)

@@ -1,5 +1,4 @@
-"""Calls with every term and argument by the kernels, under guards, with the workspace in one part or many; the same bits,
-whatever else is asked for; less memory than a workspace takes."""
+"""The kernels with every term and argument, guarded, with the workspace in one or many parts; equal bits; lack of memory."""
 
 from __future__ import annotations
 
@@ -22,18 +21,16 @@ from tests.interpreter.calls import (
     PACKED_CALLS,
     POSITIONS,
     TILES,
-    call_of,
-    check_parts,
-    limit_of,
     named_call,
-    pack_of,
+    packed_call,
+    padded_call,
+    workspace_limit,
 )
 from tests.interpreter.guard import Launch, Order, guarded, in_poisoned_storage, programs_in_order
-from tests.interpreter.launch import GRADIENTS, all_gradients, check_all, check_every_term, resolve
+from tests.interpreter.launch import GRADIENTS, all_gradients, check_all, check_forward_backward
 from tests.tolerance import assert_gradients_close_fp32, assert_near
 from triton_relattn import RelativePositions, fused_relative_attention_varlen
 from triton_relattn._core.spec import TABLES
-from triton_relattn.kernels.call import Call
 from triton_relattn.kernels.workspace import planning, table_sums
 from triton_relattn.testing import Inputs, make_inputs
 
@@ -46,44 +43,39 @@ def usual_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
 
 
-def number_of_parts(launches: list[Launch]) -> int:
-    return [launch.kernel for launch in launches].count("dkv_kernel")
-
-
-# Every kind of call, with every kind of part.
+# All calls, with all kinds of parts.
 
 
 def runs() -> list[Any]:
-    """Each call with each kind of table and of parts; in the normal run once, with one of either. Tiles change from one to the
-    next, and two in five are in float16."""
-    every = []
+    """Each call with each kind of table and of parts; one combination of each call is not slow. Two in five are in float16."""
+    cases = []
     for number, name in enumerate([*CALLS, *PACKED_CALLS]):
-        for (of_kind, kind), (of_limit, limit) in itertools.product(enumerate(POSITIONS), enumerate(LIMITS)):
-            turn = number + number // 12 + of_kind + of_limit
+        for (kind_number, kind), (limit_number, limit) in itertools.product(enumerate(POSITIONS), enumerate(LIMITS)):
+            turn = number + number // 12 + kind_number + limit_number
             dtype = torch.float16 if turn % 5 < 2 and name != "packed_dropout" else torch.float32
-            tiles = list(TILES)[(2 * (number // 12) + of_kind + of_limit) % 5]
-            is_usual = of_kind == number % 3 and of_limit == number // 3 % 4
+            tiles = list(TILES)[(2 * (number // 12) + kind_number + limit_number) % 5]
+            is_usual = kind_number == number % 3 and limit_number == number // 3 % 4
             marks = () if is_usual else pytest.mark.slow
-            every.append(pytest.param(name, kind, limit, tiles, dtype, marks=marks))
-    return every
+            cases.append(pytest.param(name, kind, limit, tiles, dtype, marks=marks))
+    return cases
 
 
 @pytest.mark.parametrize(("name", "kind", "limit", "tiles", "dtype"), runs(), ids=str)
 def test_calls(name: str, kind: str, limit: str, tiles: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All results obey the error rules, whatever the parts and the order of programs, with NaN around all inputs and in memory
-    that nobody has written. No program touches what is not its own, and none stores where another does.
+    """All results obey the error rules for any parts and order of programs, with NaN around all inputs and in uninitialised
+    memory. No program accesses memory outside of tensors, or stores where another does.
 
-    They are, bit for bit, the results of contiguous inputs in the usual order. To the end rows of a clamped table torch adds what
-    lies beyond, a product whose last bits depend on strides: they are close.
+    Results have the same bits as those of contiguous inputs in the usual order, except the end rows of a clamped table: to them
+    torch adds a product whose last bits depend on strides.
     """
     inputs, arguments = named_call(name, kind, dtype=dtype)
-    monkeypatch.setenv(VARIABLE, limit_of(limit, inputs, arguments, TILES[tiles]))
+    monkeypatch.setenv(VARIABLE, workspace_limit(limit, inputs, arguments, TILES[tiles]))
     choose = random.Random(len(name))
     poisoned = Inputs(*(None if tensor is None else in_poisoned_storage(tensor, choose) for tensor in inputs))  # type: ignore[arg-type]
-    others = {key: in_poisoned_storage(each, choose) if torch.is_tensor(each) else each for key, each in arguments.items()}
+    others = {key: in_poisoned_storage(value, choose) if torch.is_tensor(value) else value for key, value in arguments.items()}
     with guarded() as launches, programs_in_order(ORDERS[len(name) % 2], seed=3):
         results = all_gradients(poisoned, TILES[tiles], **others)
-    check_parts(number_of_parts(launches), limit, inputs, arguments, TILES[tiles])
+    assert (sum(launch.kernel == "dkv_kernel" for launch in launches) > 1) == (limit != "whole")
     busy = {launch.kernel for launch in launches if launch.loads and launch.stores}
     assert busy == {launch.kernel for launch in launches}  # a part of empty sequences stores nothing
     check_all(results, inputs, **arguments)
@@ -92,7 +84,7 @@ def test_calls(name: str, kind: str, limit: str, tiles: str, dtype: torch.dtype,
         found = results[result]
         if kind == "clamp" and result in ("d_rel_key", "d_rel_value", "d_rel_p2c"):
             assert_near(result, found, exact)
-            found, exact = (each[..., 1:-1, :] for each in (found, exact))
+            found, exact = (tensor[..., 1:-1, :] for tensor in (found, exact))
         assert torch.equal(found, exact), result
 
 
@@ -107,12 +99,12 @@ def test_calls(name: str, kind: str, limit: str, tiles: str, dtype: torch.dtype,
     ],
 )
 def test_parts_change_only_how_sums_are_added_up(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients of tables, and those of queries where a part has some of their keys, are close; all else has the same bits."""
+    """Gradients of tables, and of queries if a part has only some keys, are close; all other results have the same bits."""
     inputs, arguments = named_call(name, kind)
     whole = all_gradients(inputs, TILES["twice"], **arguments)
-    gradients = [each for result, each in whole.items() if result.startswith("d_")]
+    gradients = [gradient for result, gradient in whole.items() if result.startswith("d_")]
     for limit in LIMITS[1:]:
-        monkeypatch.setenv(VARIABLE, limit_of(limit, inputs, arguments, TILES["twice"]))
+        monkeypatch.setenv(VARIABLE, workspace_limit(limit, inputs, arguments, TILES["twice"]))
         results = all_gradients(inputs, TILES["twice"], **arguments)
         sums = TABLES if limit == "heads" else (*TABLES, "query", "rel_query")
         assert results.keys() == whole.keys()
@@ -123,10 +115,10 @@ def test_parts_change_only_how_sums_are_added_up(name: str, kind: str, monkeypat
                 assert torch.equal(results[result], expected), (limit, result)
 
 
-# A band of keys in place of all.
+# Windows, for which the workspace stores a band of keys.
 
 BANDS: dict[str, tuple[RelativePositions, tuple[Any, Any], dict[str, Any], dict[str, Any]]] = {
-    # table, queries and keys, of a pack for each sequence, options of make_inputs, arguments
+    # positions, queries and keys (of each packed sequence), options of make_inputs, arguments
     "full": (RelativePositions(-300, 300), (130, 150), {}, {"window_size": (9, 3), "query_offset": -5}),
     "clamp": (RelativePositions(-4, 6), (131, 260), {}, {"window_size": (20, 30)}),
     "clamp_causal": (RelativePositions(-6, 1), (35, 250), {}, {"query_offset": 215, "window_size": (25, -1), "is_causal": True}),
@@ -161,45 +153,42 @@ BAND_RUNS = [
 @pytest.mark.usefixtures("guarded_kernels")
 @pytest.mark.parametrize(("name", "tiles", "limit"), BAND_RUNS)
 def test_bands(name: str, tiles: str, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The workspace holds a band if a window is short compared with the keys, also for tiles that are wider; not so if there is
-    room for some keys only."""
+    """Windows that are short compared with the keys, also with tiles that are wider, and with room for some keys only."""
     positions, lengths, options, arguments = BANDS[name]
     dtype = torch.float16 if name in ("full", "clamp", "zero_values") else torch.float32
     options = {"batch": 1, "key_heads": 2, "num_rows": positions.num_rows, "rel_bias": options.get("rel_key", True), **options}
     if name == "packed":
-        inputs, of_pack = pack_of("clamp", dict(zip("qk", lengths, strict=True)), **options)
-        arguments = {**of_pack, **arguments}
+        inputs, packing = packed_call("clamp", dict(zip("qk", lengths, strict=True)), **options)
+        arguments = {**packing, **arguments}
     else:
         options |= {"num_queries": lengths[0], "num_keys": lengths[1], "dtype": dtype}
-        inputs, _ = call_of("clamp", **options)
+        inputs, _ = padded_call("clamp", **options)
         arguments = {**arguments, "positions": positions, "enable_gqa": True}
     if limit == "some keys":
         monkeypatch.setenv(VARIABLE, "0")
-    tensors, spec = resolve(inputs, **arguments)
-    assert planning.plan(Call(tensors, spec), tensors, spec, TILES[tiles]["dkv"]).layout.is_band == (limit == "whole")
-    check_every_term(inputs, TILES[tiles], **arguments)
+    check_forward_backward(inputs, TILES[tiles], **arguments)
 
 
-def test_more_queries_than_keys_at_offsets_of_their_own() -> None:
-    """A row of the table meets more queries than a part has keys: each sequence's offset tells which."""
+def test_more_queries_than_keys_at_different_offsets() -> None:
+    """A row of the table has more queries than a part has keys, at offsets that differ by sequence."""
     inputs = make_inputs(2, 1, 150, 60, 8, num_rows=401, dtype=torch.float32, seed=1)
     arguments = {"positions": RelativePositions(-200, 200), "query_offset": torch.tensor([90, -7])}
-    check_every_term(inputs, TILES["registers"], **arguments)
+    check_forward_backward(inputs, TILES["registers"], **arguments)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("per_head", "kind"), [(False, "clamp"), (True, "full")])
 def test_programs_that_share_rows(per_head: bool, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many programs share a table's sum, it is the same but for the order of summation; also with idle ones."""
+    """Any number of programs may share a table's sum; some of them may have no pairs."""
     positions, found = POSITIONS[kind], []
     inputs = make_inputs(2, 2, 33, 30, 16, num_rows=positions.num_rows, per_head=per_head, dtype=torch.float32, seed=8)
     for splits in (1, 2, 5):
         monkeypatch.setattr(table_sums, "table_splits", lambda *_, splits=splits: splits)
-        found.append(check_every_term(inputs, TILES["twice"], positions=positions)["d_rel_key"])
-    assert any(not torch.equal(other, found[0]) for other in found[1:])  # the number did reach the launch
+        found.append(check_forward_backward(inputs, TILES["twice"], positions=positions)["d_rel_key"])
+    assert any(not torch.equal(other, found[0]) for other in found[1:])  # the number of programs changed
 
 
-# The same bits.
+# Equal bits.
 
 
 @pytest.mark.parametrize(
@@ -213,14 +202,14 @@ def test_programs_that_share_rows(per_head: bool, kind: str, monkeypatch: pytest
     ],
 )
 def test_the_same_bits(name: str, kind: str, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Again, and whichever gradients are wanted besides."""
+    """A second run gives the same bits, and so does each gradient if only some are computed."""
     inputs, arguments = named_call(name, kind, dtype=torch.float16)
     run = partial(all_gradients, inputs, TILES["twice"], **arguments)
-    monkeypatch.setenv(VARIABLE, limit_of(limit, inputs, arguments, TILES["twice"]))
+    monkeypatch.setenv(VARIABLE, workspace_limit(limit, inputs, arguments, TILES["twice"]))
     expected = run()
     assert all(torch.equal(again, expected[result]) for result, again in run().items())
-    alone = ((each,) for each in GRADIENTS if each in expected)
-    for wanted in (*alone, ("d_rel_value", "d_rel_p2c"), ("d_rel_bias", "d_value", "d_query")):
+    single = ((gradient,) for gradient in GRADIENTS if gradient in expected)
+    for wanted in (*single, ("d_rel_value", "d_rel_p2c"), ("d_rel_bias", "d_value", "d_query")):
         some = run(wanted=wanted)
         assert set(some) == {"out", "lse", *wanted}
         for result in wanted:
@@ -228,11 +217,10 @@ def test_the_same_bits(name: str, kind: str, limit: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("kind", ["clamp", "zero"])
-def test_no_kernel_runs_for_nothing(kind: str, guarded_kernels: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels run in their order, for each part if anything is stored, and none that no gradient needs. With a clamped table the
-    dq kernel also sums up what lies beyond it, of dS and of P."""
+def test_only_needed_kernels_run(kind: str, guarded_kernels: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the kernels that the wanted gradients need are launched, once for each part."""
     inputs, arguments = named_call("every_table", kind)
-    monkeypatch.setenv(VARIABLE, limit_of("heads", inputs, arguments, TILES["twice"]))
+    monkeypatch.setenv(VARIABLE, workspace_limit("heads", inputs, arguments, TILES["twice"]))
     far, far_keys = (["dq"], ["far_keys"]) if kind == "clamp" else ([], [])
     for wanted, parts, kernels in (
         (("d_key", "d_value"), 1, ["dkv"]),
@@ -247,11 +235,11 @@ def test_no_kernel_runs_for_nothing(kind: str, guarded_kernels: list[Launch], mo
         guarded_kernels.clear()
         all_gradients(inputs, TILES["twice"], wanted, **arguments)
         names = (*far_keys, "forward", *far_keys, "delta", *parts * kernels)
-        assert [launch.kernel for launch in guarded_kernels] == [f"{each}_kernel" for each in names], wanted
+        assert [launch.kernel for launch in guarded_kernels] == [f"{kernel}_kernel" for kernel in names], wanted
 
 
 def test_packs_that_differ_in_the_number_of_sequences() -> None:
-    """Calls that are alike in all sizes but this one share no plan."""
+    """Calls that differ only in the number of sequences do not share cached plans."""
     inputs = make_inputs(1, 2, 40, 40, 16, num_rows=39, dtype=torch.float32, seed=4)
     tensors = [tensor[0].transpose(0, 1) for tensor in inputs[:3]]
     for starts in ([0, 20, 40], [0, 10, 20, 30, 40], [0, 20, 40]):
@@ -273,19 +261,19 @@ def test_packs_that_differ_in_the_number_of_sequences() -> None:
             torch.testing.assert_close(found, expected, msg=str(starts))
 
 
-# The limit, and memory that there is not.
+# The limit of the workspace, and lack of memory.
 
 
 @pytest.mark.parametrize("text", ["-1", "1e9", "256 MiB"])
-def test_what_is_no_limit(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs, arguments = call_of("full")
+def test_invalid_limits(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, arguments = padded_call("full")
     monkeypatch.setenv(VARIABLE, text)
     with pytest.raises(ValueError, match=f"{VARIABLE} must be a number of bytes, such as 268435456, got '{text}'"):
         all_gradients(inputs, TILES["twice"], **arguments)
 
 
 class Memory:
-    """So many bytes for workspaces: new_empty of planning.py raises OutOfMemoryError if what is there takes more than that."""
+    """A limit in bytes for workspaces: new_empty of planning.py raises OutOfMemoryError beyond it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
         self.room, self.used = room, 0
@@ -318,14 +306,14 @@ NO_MEMORY = r"no memory for a workspace of \d+ bytes; a smaller one is used, .* 
 def test_with_less_memory_the_workspace_is_smaller(
     name: str, kind: str, share: float, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has half of the bytes, again and again, until there is room; with a warning each time. All gradients are right."""
+    """The workspace is halved, with a warning each time, until there is memory for it. All gradients are right."""
     inputs, arguments = named_call(name, kind)
-    whole = 2 * int(limit_of("heads", inputs, arguments, TILES["square"]))  # of two batch entries
+    whole = 2 * int(workspace_limit("heads", inputs, arguments, TILES["square"]))  # two batch entries
     memory = Memory(monkeypatch, int(share * whole))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        check_every_term(inputs, TILES["square"], **arguments)
-    texts = [str(each.message) for each in caught if each.category is RuntimeWarning]
+        check_forward_backward(inputs, TILES["square"], **arguments)
+    texts = [str(warning.message) for warning in caught if warning.category is RuntimeWarning]
     assert len(texts) == steps and all(re.match(NO_MEMORY, text) for text in texts), texts
     sizes = [int(re.findall(r"\d+", text)[0]) for text in texts]
     assert sizes[0] == whole and all(after <= before // 2 for before, after in itertools.pairwise(sizes))
@@ -333,7 +321,7 @@ def test_with_less_memory_the_workspace_is_smaller(
 
 
 def test_without_memory_for_a_block_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error that says how much is needed, and torch's own. With as much the call is right."""
+    """The error says how much memory is needed, and has torch's own as its cause. With that much the call is right."""
     inputs, arguments = named_call("rel_value_per_head", "clamp")
     size = 2 * 37 * 16 * 2 * 4  # two heads that share their keys, of dS and of P
     memory = Memory(monkeypatch, size - 1)
@@ -345,7 +333,7 @@ def test_without_memory_for_a_block_of_keys(monkeypatch: pytest.MonkeyPatch) -> 
         assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
         del raised  # with its frames
         memory.room = size
-        check_every_term(inputs, TILES["twice"], **arguments)
+        check_forward_backward(inputs, TILES["twice"], **arguments)
 
 
 @pytest.mark.parametrize("offset", [0.0, 6.0])
@@ -357,7 +345,7 @@ def test_without_memory_for_a_block_of_keys(monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_sharp_attention_in_float16(name: str, kind: str, offset: float) -> None:
-    """The gradients are as good as those of dS and P that are rounded once and summed exactly: delta is the exact one. Also where
-    all values have much in common, so that delta is much larger than dP - delta."""
+    """Gradients have the errors of dS and P rounded once, which requires an exact delta, also with an offset of all values, which
+    makes delta much larger than dP - delta."""
     inputs, arguments = named_call(name, kind, sharp=True, dtype=torch.float16)
-    check_every_term(inputs._replace(value=inputs.value + offset), TILES["square"], **arguments)
+    check_forward_backward(inputs._replace(value=inputs.value + offset), TILES["square"], **arguments)

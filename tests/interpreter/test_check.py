@@ -1,4 +1,4 @@
-"""``python -m triton_relattn check``, in Triton's interpreter, and the warning that it ends."""
+"""``python -m triton_relattn check`` in Triton's interpreter, and the warning that a passed check ends."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def one_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_all_of_it(one_call: None, capsys: pytest.CaptureFixture[str]) -> None:
-    """A call and a grid."""
+    """The report of one call and one grid."""
     assert check.main("cpu", LENGTH, torch.float16) == 0
-    said = capsys.readouterr().out
-    assert "ok     one query after a cache" in said and "ok     positions on a grid" in said and "all right" in said
+    printed = capsys.readouterr().out
+    assert "ok     one query after a cache" in printed and "ok     positions on a grid" in printed and "all right" in printed
 
 
 @pytest.mark.parametrize("fault", ["wrong", "other bits", "an error", "on a grid"])
@@ -55,19 +55,19 @@ def test_faults_fail(one_call: None, fault: str, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(check, name, faulty)
     assert check.main("cpu", LENGTH, torch.float16) == 1
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     expected = {
         "wrong": "FAILED one query after a cache\n         out",
         "other bits": "a second run gives other bits: out",
         "an error": "RuntimeError: out of registers",
         "on a grid": "FAILED positions on a grid (SAM)\n         out",
     }
-    assert expected[fault] in said and 'implementation="blockwise"' in said
+    assert expected[fault] in printed and 'implementation="blockwise"' in printed
 
 
 @pytest.fixture
 def a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """As torch describes one; nothing is remembered."""
+    """An A100 as torch describes it, with no remembered checks."""
     monkeypatch.setenv("TRITON_RELATTN_CACHE", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="NVIDIA A100"))
@@ -77,7 +77,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a new process."""
+    """Drop all caches, as in a new process."""
     monkeypatch.setattr(warn, "_given", set())
     implementations.hardware_identity.cache_clear()
     implementations.is_checked.cache_clear()
@@ -96,19 +96,19 @@ def test_a_kind_of_gpu_that_has_passed_gets_no_warning(a_gpu: None, monkeypatch:
 
 
 def test_a_check_ends_the_warning(a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For this GPU, with these versions; without one it is given once."""
-    (said,) = warned()
-    assert '"python -m triton_relattn check" takes a minute' in said and warned() == []
+    """A check ends the warning for this GPU and these versions; otherwise the warning is given once per process."""
+    (message,) = warned()
+    assert '"python -m triton_relattn check" takes a minute' in message and warned() == []
     assert implementations.remember_check(GPU)
     forget(monkeypatch)
     assert warned() == []
     monkeypatch.setattr(torch, "__version__", "9.9.9")
     forget(monkeypatch)
-    assert warned() == [said]
+    assert warned() == [message]
 
 
 def test_a_folder_that_cannot_be_written(a_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A check is not remembered there, nor through a link to another file."""
+    """A check is not stored there, nor through a link to another file."""
     implementations.remember_check(GPU)
     (stored,) = (tmp_path / "checked").iterdir()
     stored.unlink()

@@ -1,4 +1,4 @@
-"""The delta of dS, from out and its residual: exact, so that errors do not add up in sums over queries or keys."""
+"""delta = rowsum(P dP) from out and its residual: so exact that its errors do not add up in sums over queries or keys."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.expected import assert_table_gradient, exact_results
 from tests.interpreter import launch
-from tests.interpreter.launch import SMALL, all_gradients, check_every_term, resolve
-from tests.tolerance import within
+from tests.interpreter.launch import SMALL, all_gradients, check_forward_backward, resolve
+from tests.tolerance import assert_at_most
 from triton_relattn import RelativePositions, fused_relative_attention
 from triton_relattn._reference import reference_attention
 from triton_relattn.kernels.backward import backward
@@ -26,7 +26,7 @@ from triton_relattn.testing import make_inputs
 
 @contextmanager
 def launched_deltas(replaced: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Iterator[list[torch.Tensor]]:
-    """The deltas that dkv kernels get within; replaced: what they get instead."""
+    """Record the deltas passed to dkv kernels; replaced: a function that changes them."""
     deltas, launch = list[torch.Tensor](), Call.launch
 
     def launch_with(call: Call, name: str, *others: Any, **arguments: Any) -> None:
@@ -53,13 +53,13 @@ SHARP_CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", SHARP_CASES)
 def test_table_gradient_needs_the_exact_delta(case: str) -> None:
-    """Sharp attention: as good as dS rounded once, and far from that if the dkv kernel gets rowsum(out * d_out) - d_lse.
+    """With sharp attention the table's gradient has the error of dS rounded once, but not with rowsum(out * d_out) - d_lse.
 
-    out was rounded: every dS of a row is off by the same amount then, which adds up in the table's sum over all queries.
+    There the rounding of out shifts all dS of a row by the same amount, which adds up in the table's sum over all queries.
     """
     length, num_rows, arguments = SHARP_CASES[case]
     inputs = make_inputs(1, 2, length, length, 32, num_rows=num_rows, dtype=torch.float16, seed=1, sharp=True)
-    results = check_every_term(inputs, **arguments)
+    results = check_forward_backward(inputs, **arguments)
     rounded = (results["out"].float() * inputs.d_out.float()).sum(-1) - inputs.d_lse
     with launched_deltas(lambda _: rounded) as deltas:
         spoilt = all_gradients(inputs, **arguments)["d_rel_key"]
@@ -72,18 +72,18 @@ def test_table_gradient_needs_the_exact_delta(case: str) -> None:
 @pytest.mark.parametrize("through", ["out", "lse"])
 @pytest.mark.parametrize("kind", ["full", "clamp"])
 def test_gradient_through_one_result(through: str, kind: str) -> None:
-    """Only out is used, or only lse; value does not take part in lse."""
+    """The gradient comes from out alone, or from lse alone, which does not depend on value."""
     positions = RelativePositions(-37, 45) if kind == "full" else RelativePositions(-7, 9)
     inputs = make_inputs(1, 2, 37, 45, 16, num_rows=positions.num_rows, dtype=torch.float16, seed=3)
     unused = "d_lse" if through == "out" else "d_out"
     inputs = inputs._replace(**{unused: torch.zeros_like(getattr(inputs, unused))})
-    results = check_every_term(inputs, SMALL, positions=positions)
+    results = check_forward_backward(inputs, SMALL, positions=positions)
     assert bool(results["d_value"].any()) == (through == "out") and results["d_rel_key"].any()
 
 
 @pytest.mark.thorough
 def test_sums_over_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sum of the query's gradient, as Transformer-XL's gradient of u, is far better than with the delta of a rounded out."""
+    """The sum of query gradients (Transformer-XL's gradient of u) has at most a quarter of its error without the residual."""
     for seed in range(3):
         inputs = make_inputs(1, 1, 48, 48, 16, num_rows=95, sharp=True, dtype=torch.float16, seed=seed)
         golden = exact_results(inputs)["d_query"].sum(2)
@@ -91,12 +91,12 @@ def test_sums_over_queries(monkeypatch: pytest.MonkeyPatch) -> None:
         for keeps in (True, False):
             monkeypatch.setattr(launch, "keeps_residual", lambda *_, keeps=keeps: keeps)
             errors.append(float((all_gradients(inputs, SMALL)["d_query"].double().sum(2) - golden).norm()))
-        within(f"sum, seed {seed}", errors[0], errors[1] / 4)
+        assert_at_most(f"sum, seed {seed}", errors[0], errors[1] / 4)
 
 
 @pytest.mark.thorough
 def test_compiled() -> None:
-    """torch.compile keeps the residual in training, not without gradients, and compiles once for all lengths."""
+    """torch.compile saves the residual only for gradients, gives the same bits, and compiles once for all lengths."""
     counter = CompileCounterWithBackend("aot_eager")
 
     @torch.compile(backend=counter, dynamic=True, fullgraph=True)
@@ -106,7 +106,7 @@ def test_compiled() -> None:
     frames = []
     for length in (20, 24, 33):
         inputs = make_inputs(1, 2, length, length, 16, num_rows=2 * length - 1, dtype=torch.float16, seed=length)
-        leaves = [each.clone().requires_grad_() for each in inputs[:4] if each is not None]
+        leaves = [tensor.clone().requires_grad_() for tensor in inputs[:4] if tensor is not None]
         found, expected = (
             torch.autograd.grad(attend(*leaves), leaves, inputs.d_out)
             for attend in (compiled, partial(fused_relative_attention, implementation="triton"))
@@ -123,16 +123,16 @@ def test_compiled() -> None:
 
 
 def test_residual() -> None:
-    """It makes of out the mean of the values by probabilities that sum to one after they were rounded: what the values have in
-    common has no error but the residual's. It is as out is, and changes nothing else."""
+    """out + residual is the mean of the values with probabilities that sum to one: an offset of all values adds no error. The
+    residual has the layout of out, and computing it changes no other result."""
     inputs = make_inputs(2, 2, 75, 83, 8, value_width=10, num_rows=158, dtype=torch.float16, seed=2, sharp=True)
     inputs = inputs._replace(value=(inputs.value.double() * 2**-6 + 1.7).half())
     positions = RelativePositions(-74, 83)
     tensors, spec = resolve(inputs, positions=positions)
     *plain, nothing = forward(tensors, spec)
-    *kept, rest = forward(tensors, spec, keeps_residual=True)
-    assert all(torch.equal(one, other) for one, other in zip(plain, kept, strict=True))
-    out = kept[0]
+    *others, rest = forward(tensors, spec, keeps_residual=True)
+    assert all(torch.equal(one, other) for one, other in zip(plain, others, strict=True))
+    out = others[0]
     assert nothing is None and rest is not None and rest.dtype == out.dtype and rest.shape == out.shape
     assert rest.stride() == out.stride()
     exact = inputs.to(torch.float64)
@@ -151,23 +151,23 @@ def test_residual() -> None:
     ids=str,
 )
 def test_delta(scale: float, dtype: torch.dtype, has_lse: bool) -> None:
-    """rowsum(out * d_out) - d_lse, of an out of any size, is off by no more than what rounding the probabilities costs."""
+    """The error of delta, for an out of any magnitude, is at most that of rounding the probabilities once."""
     inputs = make_inputs(2, 2, 75, 83, 8, value_width=10, num_rows=157, dtype=dtype, seed=2)
     inputs = inputs._replace(value=(inputs.value.double().clamp(-1, 1) * scale).to(dtype))
     tensors, spec = resolve(inputs, positions=RelativePositions(-74, 82))
-    out, _, softmax_stats, kept = forward(tensors, spec, keeps_residual=dtype == torch.float16)
-    assert (kept is None) == (dtype == torch.float32)
+    out, _, softmax_stats, residual = forward(tensors, spec, keeps_residual=dtype == torch.float16)
+    assert (residual is None) == (dtype == torch.float32)
     d_lse = inputs.d_lse if has_lse else None
     with launched_deltas() as deltas:
-        backward(inputs.d_out, d_lse, out, softmax_stats, tensors, spec, residual=kept)
+        backward(inputs.d_out, d_lse, out, softmax_stats, tensors, spec, residual=residual)
     (found,) = deltas
     exact = inputs.to(torch.float64)
     d_lse = exact.d_lse if has_lse else torch.zeros_like(exact.d_lse)
     golden, _ = reference_attention(exact.query, exact.key, exact.value, exact.rel_key, positions=RelativePositions(-74, 82))
     expected = (golden * exact.d_out).sum(-1)
-    # What rounding the probabilities once costs: the error of a mean of values, relative to the largest of them. In float32, of
-    # a mean of 83. The residual of a subnormal number has 10 more bits than that, since it is stored times 2**11.
+    # The error of a mean of values with probabilities rounded once, relative to the largest value; in float32 of a sum of 83
+    # terms. The residual of a subnormal value has 10 more bits, since it is stored times 2**11.
     info = torch.finfo(dtype)
     allowed = (info.eps / 2 * scale + info.smallest_normal * info.eps / 2**10) * exact.d_out.abs().sum(-1)
     allowed *= 1 if dtype == torch.float16 else 83
-    within("delta", (found.double() + d_lse - expected).abs(), allowed + 4 * torch.finfo(torch.float32).eps * d_lse.abs())
+    assert_at_most("delta", (found.double() + d_lse - expected).abs(), allowed + 4 * torch.finfo(torch.float32).eps * d_lse.abs())

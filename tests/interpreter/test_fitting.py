@@ -1,4 +1,4 @@
-"""When configurations do not fit and smaller ones take their place, results are those of the smaller ones, from the start."""
+"""Configurations that do not fit are replaced by smaller ones, whose results are right."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from tests.interpreter.launch import check_every_term
+from tests.interpreter.launch import check_forward_backward
 from triton_relattn import RelativePositions
 from triton_relattn.kernels.call import Call
 from triton_relattn.kernels.config import selection
@@ -20,12 +20,12 @@ CLAMP, ZERO = RelativePositions(-4, 6), RelativePositions(-4, 6, "zero")
 
 @pytest.fixture
 def largest(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
-    """The largest block_m that each kernel is launched in; larger ones are refused as a GPU does."""
+    """The largest block_m that each kernel can be launched with; larger ones raise OutOfResources as on a GPU."""
     limits = {"forward": 32, "dq": 16, "dkv": 32, "dtable": 16}
     launch = Call.launch
 
     def refuse(call: Call, name: str, kernel: Any, config: Any, *others: Any, **options: Any) -> None:
-        if config.block_m > limits.get(name, config.block_m):  # that of the delta kernel is fixed
+        if config.block_m > limits.get(name, config.block_m):  # the delta kernel's is fixed
             selection.take_smaller(name, call.arch, call.kind, call.selected[name], OutOfResources(99, 1, "shared memory"))
         launch(call, name, kernel, config, *others, **options)
 
@@ -39,13 +39,13 @@ def largest(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
 @pytest.mark.parametrize("positions", [CLAMP, ZERO], ids=["clamp", "zero"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_results_in_smaller_configurations(dtype: torch.dtype, positions: RelativePositions, largest: dict[str, int]) -> None:
-    """All terms; in float16 also the detour of a large ratio of scales. A launcher that begins again forgets the attempt."""
+    """All terms; in float16 also a large ratio of scales. A launcher that starts over drops the first attempt's results."""
     options: dict[str, Any] = {"rel_value": True, "rel_bias": True} if dtype == torch.float32 else {}
     inputs = make_inputs(2, 2, 70, 83, 16, num_rows=11, dtype=dtype, seed=1, **options)
     arguments: dict[str, Any] = {"positions": positions, "key_lengths": torch.tensor([83, 40]), "is_causal": True}
     arguments |= {"query_offset": 13} | ({} if dtype == torch.float32 else {"scale": 0.02, "rel_scale": 0.25})
     with pytest.warns(RuntimeWarning, match="does not fit this GPU"):
-        check_every_term(inputs, None, **arguments)
+        check_forward_backward(inputs, None, **arguments)
     replaced = {kind.kernel for _, kind, _ in selection._smaller}
-    # With so few queries those that read dS may have smaller tiles than their configurations say; see backward.shortened.
+    # With few queries, kernels that read dS may have smaller tiles than their configurations; see backward.shortened.
     assert replaced | {"dq", "dtable"} == set(largest)

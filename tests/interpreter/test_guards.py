@@ -1,4 +1,4 @@
-"""The guards themselves, tried on kernels that are wrong. tests/interpreter/test_calls.py has every feature under guards."""
+"""The guards report faulty kernels. tests/interpreter/test_calls.py runs the package's kernels under them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.interpreter.guard import (
     GuardedMemory,
     guarded,
     in_poisoned_storage,
-    poison_of,
+    poison_value,
     programs_in_order,
     recorded,
 )
@@ -24,7 +24,7 @@ from tests.interpreter.guard import (
 
 @triton.jit
 def copy_kernel(source, target, length, step, SHIFT: tl.constexpr, STRIDE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """target[i] = source[i * STRIDE + SHIFT], 16 of them a program, step after step."""
+    """target[i] = source[i * STRIDE + SHIFT], for the 16 elements of each program from program * step on."""
     offsets = tl.program_id(0) * step + tl.arange(0, 16)
     loaded = tl.load(source + offsets * STRIDE + SHIFT, mask=offsets < length)
     tl.store(target + offsets, loaded, mask=offsets < length)
@@ -39,7 +39,7 @@ def previous_kernel(values):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def odd_kernel(values, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Do one of several things, KIND, that no kernel should do."""
+    """Do KIND, one of several forbidden things."""
     offsets = tl.arange(0, 16)
     if KIND == "add":
         tl.atomic_add(values + offsets, 1.0)
@@ -56,7 +56,7 @@ def odd_kernel(values, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 def storage_with_view(length: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-    """Zeros, and a view of length elements in the middle of them; aligned, as descriptors want it."""
+    """Zeros, and an aligned view of length elements in the middle of them."""
     storage = torch.zeros(length + 128, dtype=dtype)
     return storage, storage[64 : 64 + length]
 
@@ -73,7 +73,7 @@ def storage_with_view(length: int, dtype: torch.dtype = torch.float32) -> tuple[
     ],
     ids=["right", "load_beyond", "load_before", "load_between", "store_beyond", "two_writers"],
 )
-def test_a_wrong_access_is_reported_and_not_done(step: int, shift: int, stride: int, targets: int, expected: str | None) -> None:
+def test_forbidden_accesses(step: int, shift: int, stride: int, targets: int, expected: str | None) -> None:
     source = torch.ones(104, 2)[2:52, 0]
     storage, target = storage_with_view(targets)
     with recorded() as launches:
@@ -86,7 +86,7 @@ def test_a_wrong_access_is_reported_and_not_done(step: int, shift: int, stride: 
 
 
 def test_a_program_that_reads_what_another_writes() -> None:
-    """It is reported, by the one that comes second; and in another order the result is another."""
+    """The program that runs second reports it; in another order the result differs."""
     values = torch.zeros(5)
     with recorded() as launches:
         previous_kernel[(4,)](values)
@@ -112,7 +112,7 @@ def test_a_program_that_reads_what_another_writes() -> None:
         ("null", "16 stores outside all views, the first 4 bytes wide, at an element of null, which has 0"),
     ],
 )
-def test_what_no_kernel_should_do(kind: str, expected: str) -> None:
+def test_forbidden_operations(kind: str, expected: str) -> None:
     values = torch.zeros(16)
     with recorded() as launches:
         odd_kernel[(1,)](values, KIND=kind)
@@ -121,25 +121,25 @@ def test_what_no_kernel_should_do(kind: str, expected: str) -> None:
 
 
 def test_the_report() -> None:
-    """It names the violations."""
+    """guarded() raises an error that lists the violations."""
     source, target = torch.ones(20), torch.zeros(20)
     with pytest.raises(AssertionError, match="1 violations: copy_kernel, program 1: stores where program 0 stores"), guarded():
         copy_kernel[(2,)](source, target, 20, 0, SHIFT=0, STRIDE=1)
 
 
 def test_a_launch_is_stopped() -> None:
-    """Else one that reads its length from the wrong place would not end."""
+    """A launch ends after many violations: with a length read from a wrong address it might not end otherwise."""
     values = torch.zeros(300)
     with pytest.raises(InterpreterError, match="stopped after too many violations"), recorded() as launches:
         previous_kernel[(299,)](values)
     assert len(launches[0].violations) == 100 and values[-1] == 0
 
 
-def test_no_access_is_left_out() -> None:
-    """The interpreter touches memory by functions that the guard has, too, and by no others."""
+def test_all_memory_operations_are_guarded() -> None:
+    """The interpreter has no memory operations except those that the guard replaces."""
     members = vars(interpreter._interpreter)
-    others = {name for name, each in members.items() if isinstance(each, type) or name[:2] == "__" or name[:3] == "fma"}
-    functions = {name for name, each in members.items() if callable(each)} - others
+    others = {name for name, member in members.items() if isinstance(member, type) or name[:2] == "__" or name[:3] == "fma"}
+    functions = {name for name, member in members.items() if callable(member)} - others
     assert functions == {"load", "store", "atomic_cas", "atomic_rmw"}
     assert all(hasattr(GuardedMemory, name) for name in ("load", "store", "atomic_cas", "atomic_rmw"))
 
@@ -154,7 +154,7 @@ def place_kernel(order, counter):  # type: ignore[no-untyped-def]
 
 
 def test_orders() -> None:
-    """Every program runs once, and where it says; a shuffled launch differs from the next."""
+    """Each program runs once, in the reported order; two shuffled launches differ."""
 
     def order_of_programs() -> list[int]:
         order, counter = torch.zeros(24, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
@@ -167,7 +167,7 @@ def test_orders() -> None:
         assert order_of_programs() == natural[::-1] and launches == [natural[::-1]]
     with programs_in_order("shuffled") as launches:
         shuffled = [order_of_programs() for _ in range(2)]
-    assert launches == shuffled and all(sorted(each) == natural for each in shuffled)
+    assert launches == shuffled and all(sorted(order) == natural for order in shuffled)
     assert len({tuple(natural), tuple(natural[::-1]), *map(tuple, shuffled)}) == 4
     assert order_of_programs() == natural
 
@@ -175,7 +175,7 @@ def test_orders() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int32, torch.int64, torch.bool])
 @pytest.mark.parametrize("shape", [(7,), (3, 1), (2, 3, 4, 5), (0, 4)])
 def test_storage_is_poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Everything in it but the view's elements, on every side of each row, and the view has the numbers."""
+    """The view has the values, and all elements of the storage outside of it are poisoned, before and after each row."""
     numbers = torch.arange(math.prod(shape)).view(shape).remainder(2).to(dtype)
     for seed in range(8):
         view = in_poisoned_storage(numbers, random.Random(seed))
@@ -185,4 +185,4 @@ def test_storage_is_poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> None
         inside.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(True)
         assert inside.sum() == view.numel() and not inside[0] and not inside[-1]
         around = storage[~inside]
-        assert (around.isnan() if dtype.is_floating_point else around == poison_of(dtype)).all()
+        assert (around.isnan() if dtype.is_floating_point else around == poison_value(dtype)).all()

@@ -1,4 +1,4 @@
-"""Several programs share the keys of a block of queries: the results are those of one program, whatever the call."""
+"""Several programs share the keys of a block of queries, as in decoding, with the results of a single program."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.interpreter.calls import pack_of
-from tests.interpreter.launch import SMALL, check, check_every_term, resolve
+from tests.interpreter.calls import packed_call
+from tests.interpreter.launch import SMALL, check, check_forward_backward, resolve
 from tests.tolerance import assert_near
 from triton_relattn import RelativePositions
 from triton_relattn.kernels import splits as key_splits
@@ -19,7 +19,7 @@ from triton_relattn.testing import Inputs, make_inputs
 
 @pytest.fixture(autouse=True)
 def splits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Make the device large and 16 keys enough for a program; return the numbers of splits, which grow as calls are made."""
+    """Split keys in short calls: many multiprocessors, and 16 keys per program. Returns the numbers of splits of launches."""
     monkeypatch.setattr(key_splits, "LEAST_KEYS", 16)
     monkeypatch.setattr(architectures, "multiprocessors", lambda _: 40)
     numbers: list[int] = []
@@ -43,16 +43,16 @@ DECODED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", DECODED)
 def test_calls(name: str, splits: list[int]) -> None:
-    """out, lse and all gradients, which use the merged statistics."""
+    """out, lse and all gradients, for which the backward uses the merged statistics."""
     options, arguments = DECODED[name]
     inputs = make_inputs(2, 2, 3, 200, 16, 12, dtype=torch.float32, seed=3, **options)
-    check_every_term(inputs, SMALL, **arguments)
+    check_forward_backward(inputs, SMALL, **arguments)
     assert splits == [10]
 
 
 def test_packed(splits: list[int]) -> None:
-    inputs, arguments = pack_of("clamp", {"q": (1, 0, 9), "k": (90, 17, 200)}, rel_value=True, rel_bias=True)
-    check_every_term(inputs, SMALL, **arguments)
+    inputs, arguments = packed_call("clamp", {"q": (1, 0, 9), "k": (90, 17, 200)}, rel_value=True, rel_bias=True)
+    check_forward_backward(inputs, SMALL, **arguments)
     assert splits[0] > 1
 
 
@@ -63,7 +63,7 @@ def decoded(**others: Any) -> Inputs:
 @pytest.mark.parametrize("positions", [RelativePositions(-250, 0), RelativePositions(-40, 0), RelativePositions(-40, 0, "zero")])
 @pytest.mark.parametrize("is_sharp", [False, True])
 def test_decoding(positions: RelativePositions, is_sharp: bool, splits: list[int]) -> None:
-    """One query at the end of its keys: near and far keys lie in different splits, and some splits see nothing."""
+    """One query at the end of its keys: near and far keys are in different splits, and some splits have no visible key."""
     inputs = decoded(num_rows=positions.num_rows, rel_value=True, sharp=is_sharp)
     lengths = torch.tensor([200, 21])
     check(inputs, SMALL["forward"], positions=positions, query_offset=lengths - 1, key_lengths=lengths, is_causal=True)
@@ -71,7 +71,7 @@ def test_decoding(positions: RelativePositions, is_sharp: bool, splits: list[int
 
 
 def test_repeats(splits: list[int]) -> None:
-    """Merged in one order: the same bits each time. Without splits the statistics are the same maxima, and close sums."""
+    """Splits are merged in a fixed order, with equal bits. Without splits maxima are equal, and sums are close."""
     inputs = decoded(num_rows=51)
     tensors, spec = resolve(inputs, query_offset=199)
     first, second = (forward(tensors, spec, SMALL["forward"]) for _ in range(2))
@@ -85,7 +85,7 @@ def test_repeats(splits: list[int]) -> None:
 
 
 def test_residual(splits: list[int]) -> None:
-    """To keep the residual of out, each block of queries has one program."""
+    """A call that stores the residual of out has no splits, and the same lse and statistics."""
     inputs = decoded(num_rows=401).to(torch.float16)
     tensors, spec = resolve(inputs, query_offset=199)
     split, whole = (forward(tensors, spec, SMALL["forward"], keeps_residual=keeps) for keeps in (False, True))
@@ -96,7 +96,7 @@ def test_residual(splits: list[int]) -> None:
         assert_near(name, one, other)
 
 
-def test_nobody_sees_anything() -> None:
+def test_no_visible_keys() -> None:
     inputs = decoded(num_rows=51)
     tensors, spec = resolve(inputs, key_lengths=torch.tensor([0, 200]))
     out, lse, softmax_stats, _ = forward(tensors, spec, SMALL["forward"])

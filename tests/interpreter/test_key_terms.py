@@ -1,4 +1,4 @@
-"""The table that meets the keys, rel_p2c, in the kernels."""
+"""rel_p2c, the table whose products are with keys, in the kernels."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.expected import assert_table_gradient, exact_results, table_gradient_budget
-from tests.interpreter.launch import OTHER, SMALL, all_gradients, check_every_term, tile
-from tests.tolerance import within
+from tests.interpreter.launch import OTHER, SMALL, all_gradients, check_forward_backward, tile
+from tests.tolerance import assert_at_most
 from triton_relattn import RelativePositions
 from triton_relattn.kernels.config.tile_config import TileConfig
 from triton_relattn.testing import Inputs, make_inputs
@@ -39,7 +39,7 @@ FAR: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dropout": ({"rel_bias": True}, {"dropout_p": 0.2, "softcap": 4.0}),
     "own query": ({"rel_width": 8}, {"query_offset": -80, "rel_scale": -0.5}),
 }
-"""Inputs and arguments of calls with far tiles, past, future or both."""
+"""Options and arguments of calls with tiles beyond the table, in the past, future or both."""
 FAR_RUNS = [
     (name, outside, number % 3, "0" if number // 2 % 2 != number % 2 else "")
     for number, (name, outside) in enumerate((name, outside) for name in FAR for outside in ("clamp", "zero"))
@@ -58,16 +58,16 @@ def far_call(name: str, outside: Any, **others: Any) -> tuple[Inputs, dict[str, 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("name", "outside", "tiles", "limit"), FAR_RUNS)
 def test_far_tiles(name: str, outside: Any, tiles: int, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond a bounded table: one number for each key, and sums of dS for each key."""
+    """Tiles beyond a bounded table, where all pairs of a key have the same term."""
     monkeypatch.setenv("TRITON_RELATTN_WORKSPACE", limit)
     inputs, arguments = far_call(name, outside)
-    check_every_term(inputs, TILES[tiles], **arguments)
+    check_forward_backward(inputs, TILES[tiles], **arguments)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("limit", ["0", ""])
 def test_gradient_of_far_keys_in_float16(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As good as dS rounded once and summed exactly, though nearly all pairs have an end row."""
+    """The gradient has the error of dS rounded once, although nearly all pairs use an end row."""
     monkeypatch.setenv("TRITON_RELATTN_WORKSPACE", limit)
     inputs, arguments = far_call("window", "clamp", dtype=torch.float16, sharp=True)
     assert_table_gradient(
@@ -76,7 +76,7 @@ def test_gradient_of_far_keys_in_float16(limit: str, monkeypatch: pytest.MonkeyP
 
 
 def test_sums_of_end_rows_are_float32() -> None:
-    """Nearly all pairs have an end of the table, and their sums over keys may be large."""
+    """Sums over keys for the end rows, which nearly all pairs use, may be large, and are not rounded."""
     inputs = make_inputs(1, 1, 16, 400, 16, num_rows=3, rel_p2c=True, rel_key=False, dtype=torch.float16, seed=1)
     inputs = inputs._replace(key=inputs.key.abs() + 1, d_out=inputs.d_out * 8)
     golden = exact_results(inputs)["d_rel_p2c"]
@@ -84,4 +84,4 @@ def test_sums_of_end_rows_are_float32() -> None:
     assert result.dtype == torch.float16
     budgeted, budget = table_gradient_budget(inputs, table="rel_p2c")
     assert torch.equal(budgeted, golden)
-    within("d_rel_p2c", (result.double() - golden).abs(), budget)
+    assert_at_most("d_rel_p2c", (result.double() - golden).abs(), budget)

@@ -1,4 +1,4 @@
-"""The kernels for reading, kernels/minimal.py and minimal_backward.py, compute what the operator computes."""
+"""The example kernels, kernels/minimal.py and minimal_backward.py, compute the same as the operator."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def expected(tensors: list[torch.Tensor], d_out: torch.Tensor, dtype: torch.dtyp
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 63, 64, 65, 130])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_out_and_gradients(length: int, dtype: torch.dtype) -> None:
-    """By the error rule, for lengths that fill tiles and lengths that do not; rows beyond the ends of the table are not read."""
+    """The error rule, for lengths that fill tiles or not; memory beyond the ends of the table is not read."""
     generator = torch.Generator().manual_seed(length)
     query, key, value, d_out = (torch.randn(2, length, 16, generator=generator).to(dtype) for _ in range(4))
     storage = torch.full((2 * length + 1, 16), torch.nan, dtype=dtype)
@@ -34,14 +34,14 @@ def test_out_and_gradients(length: int, dtype: torch.dtype) -> None:
     budgets = zip(names, results, expected(tensors, d_out, torch.float64), expected(tensors, d_out, dtype), strict=True)
     largest = max(float(result.abs().max()) for result in results)
     for name, result, golden, plain in budgets:
-        if golden.abs().max() < 1e-9 * largest:  # a query that sees one key has no gradient of scores
+        if golden.abs().max() < 1e-9 * largest:  # with one visible key the gradient of scores is zero
             assert result.abs().max() <= 4 * torch.finfo(dtype).eps * largest, name
         else:
             assert_within_budget(name, result, golden, plain, factor=2 if name == "out" else 3, exact_reference=length == 1)
 
 
 def test_is_the_operator_of_the_package() -> None:
-    """The dense attention that these pages are compared with is the package's reference."""
+    """The dense attention that the example is compared with equals the package's reference."""
     from triton_relattn import fused_relative_attention
 
     query, key, value, table = (tensor.double() for tensor in example(length=37))
@@ -59,7 +59,7 @@ def test_is_the_operator_of_the_package() -> None:
         ("key", lambda query, key, value, table: (query, key.mT.contiguous().mT, value, table)),
     ],
 )
-def test_what_the_page_does_not_take(name: str, change: Callable[..., Any]) -> None:
+def test_invalid_inputs_are_refused(name: str, change: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match=name):
         minimal_attention(*change(*example(length=8)))
 

@@ -1,7 +1,6 @@
-"""Offsets of 2**31 elements and more, of every tensor that a kernel addresses and in each of its dimensions.
+"""Offsets of 2**31 elements and more, in each dimension of all tensors that a kernel addresses.
 
-Launches get copies whose elements lie that far apart, and what they wrote is copied back: nothing has to be that large, outputs
-and buffers of the launchers included. The storages are mapped but hardly touched.
+Launches get copies with strides that large, and their results are copied back. The copies are mapped memory that is hardly used.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from triton_relattn.testing import make_inputs
 
 
 def far_apart(tensor: torch.Tensor, dim: int, stride: int) -> torch.Tensor:
-    """The same numbers with this stride in one dimension; the storage is mapped but hardly touched.
+    """Copy a tensor to mapped memory, with this stride in one dimension.
 
-    It begins 2**31 elements earlier: an offset that has overflowed leads to zeros instead of to memory that is not there.
+    The memory begins 2**31 elements earlier, so that an overflowed offset reads zeros instead of unmapped memory.
     """
     strides = [*tensor.contiguous().stride()]
     strides[dim] = stride
@@ -44,12 +43,12 @@ def far_apart(tensor: torch.Tensor, dim: int, stride: int) -> torch.Tensor:
 
 TABLES = {"rel_key", "rel_value", "rel_bias", "rel_p2c"}
 VECTORS = {"lses", "d_lses", "deltas", "d_biases"}
-"""A number for each row: the rows are always next to each other."""
-SIDES = {"softmax_stats", "far_scores", "far_values", "far_sums", "far_keys", "far_key_sums"}
-"""Two numbers for each row."""
+"""One value for each row; rows are always adjacent."""
+PAIRS = {"softmax_stats", "far_scores", "far_values", "far_sums", "far_keys", "far_key_sums"}
+"""Two values for each row."""
 WORKSPACE = {"ds", "stored_probs", "stored"}
-"""dS and P. Those of an item, a sequence and head, are so few that they are addressed in 32 bits, and nobody else makes them."""
-ROWS_OF = {
+"""dS and P: contiguous, and within a sequence and head addressed in 32 bits."""
+PER_ROW = {
     "query",
     "key",
     "value",
@@ -64,68 +63,59 @@ ROWS_OF = {
     "residuals",
     "vectors",
 }
-"""A row for each query or key."""
-NO_TENSORS = {"dropout", "rel_bias_scale"}
-"""Arguments that are None or no tensors in these calls."""
+"""One row for each query or key."""
 
 
-class Apart(NamedTuple):
-    """One dimension of all tensors has its elements so far apart that the offsets of the last ones are 2**31 and more."""
+class Spread(NamedTuple):
+    """A dimension of all tensors that gets so large a stride that offsets of the last elements are at least 2**31."""
 
     dim: int
-    kept: set[str]
-    """Tensors that stay as they are: they have no such dimension, or no strides in it."""
+    unchanged: set[str]
+    """Tensors without this dimension, or without a stride in it."""
     last: int = 1
-    """How many elements lie beyond."""
+    """The number of elements with offsets of at least 2**31."""
     wide: bool = False
-    """Whether the offsets within a tile are that large, too, which the launchers have to say."""
+    """Whether offsets within a tile are that large; launchers must say so."""
 
 
-ENTRIES = Apart(0, TABLES | WORKSPACE)
-HEADS = Apart(1, set())
-ROWS = Apart(2, VECTORS | WORKSPACE | {"rel_bias"}, wide=True)
-SEQUENCES = Apart(2, VECTORS | SIDES | WORKSPACE | {"rel_bias"}, last=4, wide=True)
-TILES = Apart(2, VECTORS | SIDES | WORKSPACE | {"rel_bias"}, last=32)
-TABLE = Apart(2, ROWS_OF | VECTORS | SIDES | WORKSPACE | {"rel_bias"}, last=60)
-COLUMNS = Apart(3, VECTORS | SIDES | WORKSPACE | {"rel_bias"}, wide=True)
+ENTRIES = Spread(0, TABLES | WORKSPACE)
+HEADS = Spread(1, set())
+ROWS = Spread(2, VECTORS | WORKSPACE | {"rel_bias"}, wide=True)
+SEQUENCES = Spread(2, VECTORS | PAIRS | WORKSPACE | {"rel_bias"}, last=4, wide=True)
+TILES = Spread(2, VECTORS | PAIRS | WORKSPACE | {"rel_bias"}, last=32)
+TABLE = Spread(2, PER_ROW | VECTORS | PAIRS | WORKSPACE | {"rel_bias"}, last=60)
+COLUMNS = Spread(3, VECTORS | PAIRS | WORKSPACE | {"rel_bias"}, wide=True)
 
 
 @contextmanager
-def launched(apart: Apart) -> Iterator[dict[str, set[str]]]:
-    """Within, all kernels get tensors of elements that are far apart; those that they do not get so, by the kernels' names."""
-    kept: dict[str, set[str]] = {}
+def launched(spread: Spread) -> Iterator[set[str]]:
+    """Pass copies with large strides to all kernels. Yields the names of the tensors that were copied."""
+    copied: set[str] = set()
     run = interpreter.InterpretedFunction.run
 
     def run_apart(function: Any, *arguments: Any, **options: Any) -> None:
         assert not arguments
         changed, copies = {}, []
-        of_kernel: set[str] = set()
-        is_of_probs = options.get("FOR_VALUES", "d_queries" in options and options["d_queries"] is None)
-        kept[function.__name__ + " of P" * is_of_probs] = of_kernel
         for name, argument in flat(options).items():
-            if argument is not None and not (isinstance(argument, tuple) and isinstance(argument[0], torch.Tensor)):
+            if not (isinstance(argument, tuple) and isinstance(argument[0], torch.Tensor)):
                 continue  # not addressed by strides
-            if name in NO_TENSORS:
+            tensor = argument[0][None] if name in TABLES else argument[0]  # a table of each head
+            if name in spread.unchanged or tensor.shape[spread.dim] <= spread.last:
                 continue
-            tensor = None if argument is None else argument[0]
-            if name in TABLES and tensor is not None:
-                tensor = tensor[None]  # a table of each head
-            if tensor is None or name in apart.kept or tensor.shape[apart.dim] <= apart.last:
-                of_kernel.add(name)
-                continue
-            copy = far_apart(tensor, apart.dim, -(-(2**31) // (tensor.shape[apart.dim] - apart.last)))
+            copied.add(name)
+            copy = far_apart(tensor, spread.dim, -(-(2**31) // (tensor.shape[spread.dim] - spread.last)))
             copies.append((tensor, copy))
             changed[name] = copy, copy.stride()
         options = grouped(options, changed)
         if "SHAPE" in options:
-            options["SHAPE"] = options["SHAPE"]._replace(wide_index=apart.wide)
+            options["SHAPE"] = options["SHAPE"]._replace(wide_index=spread.wide)
         run(function, **options)
         for tensor, copy in copies:
             tensor.copy_(copy)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter.InterpretedFunction, "run", run_apart)
-        yield kept
+        yield copied
 
 
 def results(
@@ -141,7 +131,7 @@ def results(
     block: int,
     p2c: bool,
 ) -> list[torch.Tensor]:
-    """out, lse and all gradients of a call that has every tensor that a padded, or a packed, batch can have; p2c: rel_p2c too."""
+    """out, lse and all gradients of a call with all tensors of a padded or packed batch; p2c: with rel_p2c."""
     inputs = make_inputs(
         batch,
         heads,
@@ -168,8 +158,8 @@ def results(
     tables = {name: getattr(inputs, name) for name in TABLES}
     call = validation.resolve(Arguments(**tensors, **tables, positions=RelativePositions(first, last), query_offset=offset))
     tiles = dict.fromkeys(selection.KERNELS, TileConfig(block, block, 4, 1))
-    of_stored = TileConfig(max(block // 4, 16), block, 4, 1)  # their queries lie 4 apart: as many rows as the others'
-    tiles |= {"dq": of_stored, "dtable": of_stored}
+    reader_tile = TileConfig(max(block // 4, 16), block, 4, 1)  # with steps of 4 between queries
+    tiles |= {"dq": reader_tile, "dtable": reader_tile}
     out, lse, softmax_stats, _ = forward(*call, tiles["forward"])
     gradients = backward(inputs.d_out, inputs.d_lse, out, softmax_stats, *call, tiles=tiles)
     return [out, lse, *(gradient for gradient in gradients if gradient is not None)]
@@ -182,7 +172,7 @@ SMALL = (10, 70, -4, 4, 30)
 @pytest.mark.thorough
 @pytest.mark.parametrize("p2c", [False, True], ids=["", "p2c"])
 @pytest.mark.parametrize(
-    ("apart", "sizes", "packed"),
+    ("spread", "sizes", "packed"),
     [
         pytest.param(ENTRIES, (3, 1, *SMALL), False, id="entry"),
         pytest.param(HEADS, (1, 3, *SMALL), False, id="head"),
@@ -194,38 +184,27 @@ SMALL = (10, 70, -4, 4, 30)
     ],
 )
 def test_results_are_the_same(
-    apart: Apart, sizes: tuple[int, int, int, int, int, int, int], packed: bool, p2c: bool, monkeypatch: pytest.MonkeyPatch
+    spread: Spread, sizes: tuple[int, int, int, int, int, int, int], packed: bool, p2c: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit, whatever the strides. Sums of P of each query, and the kernel of far keys, are only for clamped tables."""
-    monkeypatch.setattr(
-        architectures, "multiprocessors", lambda _: 100
-    )  # a partial sum of a table's gradient for each batch entry
-    block = 128 if apart is TILES else 16
+    """Results have the same bits with any strides."""
+    monkeypatch.setattr(architectures, "multiprocessors", lambda _: 100)  # partial sums of table gradients by batch entry
+    block = 128 if spread is TILES else 16
     expected = results(*sizes, packed=packed, block=block, p2c=p2c)
-    with launched(apart) as kept:
+    with launched(spread) as copied:
         found = results(*sizes, packed=packed, block=block, p2c=p2c)
     for result, exact in zip(found, expected, strict=True):
         assert exact.isfinite().all() and torch.equal(result, exact)
-    absent = {"residuals", *(("attn_mask", "softmax_stats") if packed else ())}
-    absent |= set() if p2c else {"rel_p2c", "far_keys", "far_key_sums"}
-    kernels = {"forward_kernel", "delta_kernel", "dkv_kernel", "dq_kernel", "dtable_kernel", "dtable_kernel of P"}
-    kernels |= {"dp2c_kernel"} if p2c else set()
-    kept["dtable_kernel of P"].remove("d_biases")  # which are sums of dS
-    if apart not in (TILES, TABLE):
-        kernels |= {"dq_kernel of P", *["far_keys_kernel"] * p2c}
-        kept["dq_kernel of P"] -= {"d_queries", "d_rel_queries"}  # as are these
-    assert set(kept) == kernels
-    assert all(names <= apart.kept | absent for names in kept.values()), kept
+    assert copied >= ({*TABLES, *PER_ROW} - {"rel_p2c", "attn_mask", "residuals", "vectors"}) - spread.unchanged
 
 
 @contextmanager
 def only_the_last_programs() -> Iterator[None]:
-    """Within, a launch runs one program, the last of its grid; the dq kernel four, over which a block of queries is spread."""
+    """Run only the last program of each grid; for the dq kernel the last four, which share a block of queries."""
     run = interpreter.InterpretedFunction.run
 
     def run_last(function: Any, *arguments: Any, grid: tuple[int, ...], **options: Any) -> None:
-        def number(of_axis: int) -> Any:
-            return interpreter.TensorHandle(np.array([of_axis], dtype=np.int32), tl.int32)
+        def number(index: int) -> Any:
+            return interpreter.TensorHandle(np.array([index], dtype=np.int32), tl.int32)
 
         for last in range(1, 5 if function.__name__ == "dq_kernel" else 2):
             place = [grid[0] - last, *(size - 1 for size in grid[1:]), 0, 0]
@@ -242,10 +221,10 @@ def only_the_last_programs() -> Iterator[None]:
 
 @pytest.mark.parametrize("sizes", [(1, 70_000), (70_000, 1), (70, 1000)])
 def test_the_last_of_70_000_heads(sizes: tuple[int, int]) -> None:
-    """The last programs of each grid compute the last head as if there were no other."""
+    """The last programs of each grid compute the last head as in a call with a single head."""
     single = make_inputs(1, 1, 3, 4, 16, num_rows=6, dtype=torch.float32, seed=1)
     tiles = dict.fromkeys(selection.KERNELS, TileConfig(16, 16, 4, 1))
-    is_alone = sizes[0] == 1  # the gradient of a table that entries share is not that of the last one
+    is_alone = sizes[0] == 1  # a table shared by batch entries has a summed gradient
     wants = [name in ("query", "key", "value", "rel_key")[: 4 if is_alone else 3] for name in DIFFERENTIABLE]
 
     def last(*sizes: int) -> list[torch.Tensor]:
@@ -259,7 +238,7 @@ def test_the_last_of_70_000_heads(sizes: tuple[int, int]) -> None:
         out, lse, softmax_stats, _ = forward(*call, tiles["forward"])
         gradients = backward(d_out, d_lse, out, softmax_stats, *call, wants, tiles)
         *others, d_rel_key = (gradient for gradient in (*gradients[:3], gradients[4]))
-        results = [each[-1, -1] for each in (out, lse, *others) if each is not None]
+        results = [tensor[-1, -1] for tensor in (out, lse, *others) if tensor is not None]
         return results if d_rel_key is None else [*results, d_rel_key[-1]]
 
     expected = last(1, 1)
@@ -277,9 +256,9 @@ OFFSETS = {"entry": (0, 3, 2**30), "head": (1, 3, 2**30), "tile": (2, 530, 2**22
 @pytest.mark.parametrize("name", ["key", "value"])
 @pytest.mark.parametrize("where", OFFSETS)
 def test_offsets_of_a_head_and_of_a_tile(where: str, name: str) -> None:
-    """Each summand of an address is computed in 64 bits, also where a tile's own rows need no more than 32."""
+    """Each summand of an address is computed in 64 bits, also where offsets within a tile fit in 32."""
     dim, size, stride = OFFSETS[where]
-    batch, heads, num_keys = (size if dim == each else small for each, small in enumerate((1, 1, 20)))
+    batch, heads, num_keys = (size if dim == axis else small for axis, small in enumerate((1, 1, 20)))
     inputs = make_inputs(batch, heads, 5, num_keys, 8, num_rows=None, dtype=torch.float32, seed=6)
     wide = far_apart(getattr(inputs, name), dim, stride)
     assert not has_wide_index(wide)
@@ -303,7 +282,7 @@ def test_offsets_of_a_packed_sequence() -> None:
 
 @pytest.mark.parametrize("name", ["rel_key", "rel_value"])
 def test_offsets_of_a_table(name: str) -> None:
-    """One table alone has rows so far apart that a tile's own offsets need 64 bits."""
+    """A table whose stride is so large that offsets within a tile need 64 bits."""
     terms: dict[str, Any] = {"rel_key": name == "rel_key", "rel_value": name == "rel_value"}
     inputs = make_inputs(1, 1, 20, 20, 8, num_rows=19, **terms, dtype=torch.float32, seed=6)
     wide = far_apart(getattr(inputs, name), 0, 2**27)
@@ -317,13 +296,13 @@ def test_offsets_of_a_table(name: str) -> None:
 @pytest.mark.usefixtures("guarded_kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_wide_offsets_of_spread_queries(dtype: torch.dtype) -> None:
-    """Tiles whose queries lie apart, to read the workspace 16 bytes at a time, have more rows than those of other kernels."""
+    """Kernels whose tiles have queries with steps, to read 16 bytes of the workspace at once, have more rows per tile."""
     inputs = make_inputs(1, 1, 300, 20, 8, num_rows=319, dtype=dtype, seed=6)
-    stride = 2**23 - 1024  # times the rows of most tiles, 256 at most, it is below 2**31
+    stride = 2**23 - 1024  # below 2**31 times the rows of other tiles, at most 256
     storage: Any = np.memmap("/dev/zero", dtype=inputs.query.numpy().dtype, mode="c", shape=(299 * stride + 108,))
     query, d_out = (
-        torch.from_numpy(storage)[each:].as_strided(inputs.query.shape, (0, 0, stride, 1)).copy_(tensor)
-        for each, tensor in ((0, inputs.query), (100, inputs.d_out))
+        torch.from_numpy(storage)[start:].as_strided(inputs.query.shape, (0, 0, stride, 1)).copy_(tensor)
+        for start, tensor in ((0, inputs.query), (100, inputs.d_out))
     )
     positions = RelativePositions(-299, 19)
     tiles = {"dkv": TileConfig(32, 32, 4, 1), "dtable": TileConfig(128, 32, 4, 1), "dq": TileConfig(64, 32, 4, 1)}

@@ -1,8 +1,7 @@
-"""Probabilities that the backward recomputes are those of the forward: they sum to one, whatever the tiles and the logits.
+"""Probabilities that the backward recomputes equal those of the forward, with any tiles and logits, and sum to one.
 
-The dkv kernel has other tiles than the forward, and other ways to rotate terms. Were its scores rounded otherwise, or its softmax
-normalised otherwise, all dS of a query would be off by the same factor, an error that adds up in the gradient of a table and that
-no other test need notice.
+The dkv kernel has other tiles than the forward, and other rotations. If it rounded scores or normalised the softmax differently,
+all dS of a query would be wrong by the same factor, which adds up in gradients of tables, and no other test might notice.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.expected import exact_results, unlucky
+from tests.expected import exact_results, worst_draw
 from tests.interpreter.launch import GRADIENTS, all_gradients, resolve, round_terms
-from tests.tolerance import sum_allowance, within
+from tests.tolerance import assert_at_most, sum_allowance
 from triton_relattn import RelativePositions
 from triton_relattn._reference import reference_attention
 from triton_relattn.kernels.backward import backward
@@ -36,7 +35,7 @@ OTHERWISE_MIXED = {
     "dtable": TileConfig(64, 32, 4, 1),
     "dq": TileConfig(32, 16, 4, 1),
 }
-# A table of each kind, and clamped ones whose end rows some kernels take for a tile near the table, some for one far from it.
+# Each kind of table, and clamped ones near whose ends kernels with different tiles take different branches.
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "full": ({"num_rows": 2 * LENGTH - 1}, {}),
     "clamp": ({"num_rows": 9}, {}),
@@ -56,8 +55,8 @@ VISIBLE: dict[str, tuple[dict[str, Any], dict[str, TileConfig]]] = {
 @pytest.mark.parametrize("rounded", [pytest.param(False, marks=pytest.mark.slow), True], ids=["float32 terms", "float16 terms"])
 @pytest.mark.parametrize("visible", VISIBLE)
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_visible_key_has_all_of_it(kind: str, visible: str, rounded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """P is 1 in every kernel, with logits of up to some hundred: d_value is the sum of d_out, other gradients vanish."""
+def test_one_visible_key_has_probability_one(kind: str, visible: str, rounded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P is 1 in each kernel, with logits of several hundred: d_value is the sum of d_out, other gradients are 0."""
     shape, arguments = KINDS[kind]
     which, tiles = VISIBLE[visible]
     arguments = {**arguments, **which}
@@ -66,21 +65,21 @@ def test_one_visible_key_has_all_of_it(kind: str, visible: str, rounded: bool, m
     inputs = inputs._replace(d_lse=torch.zeros_like(inputs.d_lse))
     round_terms(monkeypatch, rounded)
     results, golden = all_gradients(inputs, tiles, **arguments), exact_results(inputs, **arguments)
-    assert float(golden["lse"].abs().max()) > 50  # in these units rounding to float16 is visible
+    assert float(golden["lse"].abs().max()) > 50  # large enough to show rounding to float16
     for name in ("out", "d_value", "d_rel_value"):
         if name in results:
             off = float((results[name].double() - golden[name]).abs().max())
-            within(name, off, last_place(float(golden[name].abs().max()), torch.float16))
-    # dP - delta is 0 but for float32's rounding of both; every gradient is a sum of at most LENGTH products with it.
+            assert_at_most(name, off, last_place(float(golden[name].abs().max()), torch.float16))
+    # dP - delta is 0 except for float32 rounding; each gradient is a sum of at most LENGTH products with it.
     d_probs = float((inputs.d_out.abs().sum(-1).max() * (inputs.value.abs().max() + 5)).float())
     factors = [tensor for tensor in (inputs.query, inputs.key, inputs.rel_key, inputs.rel_query) if tensor is not None]
     largest = max(1.0, *(float(tensor.abs().max()) for tensor in factors))
     for name in GRADIENTS:
         if name in results and "value" not in name:
-            within(name, results[name].abs().max(), 4 * torch.finfo(torch.float32).eps * LENGTH * d_probs * largest)
+            assert_at_most(name, results[name].abs().max(), 4 * torch.finfo(torch.float32).eps * LENGTH * d_probs * largest)
 
 
-def of_deviation(inputs: Inputs, deviation: float) -> Inputs:
+def with_deviation(inputs: Inputs, deviation: float) -> Inputs:
     """The inputs with query, key and rel_key of this standard deviation."""
     assert inputs.rel_key is not None
     query, key, rel_key = (deviation * tensor for tensor in (inputs.query, inputs.key, inputs.rel_key))
@@ -88,21 +87,23 @@ def of_deviation(inputs: Inputs, deviation: float) -> Inputs:
 
 
 @pytest.mark.parametrize("kind", ["full", "clamp", "softcap", "mask"])
-@pytest.mark.parametrize("deviation", [100, 1e4, *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 10, 30, 1e3, 1e8))])
+@pytest.mark.parametrize(
+    "deviation", [100, 1e4, *(pytest.param(value, marks=pytest.mark.slow) for value in (1, 10, 30, 1e3, 1e8))]
+)
 def test_large_logits(deviation: float, kind: str) -> None:
-    """The error rule holds for every gradient, as large as logits may be: up to 1e17."""
+    """The error rule holds for all gradients with logits of up to 1e17."""
     if kind == "softcap" and deviation > 1e4:
         pytest.skip("all gradients of scores are zero")
     inputs = make_inputs(1, 2, 70, 90, 16, num_rows=21 if kind == "clamp" else 159, dtype=torch.float32, seed=3)
-    inputs = of_deviation(inputs, deviation)
-    of_kind: dict[str, dict[str, Any]] = {"softcap": {"softcap": 1e4}, "mask": {"attn_mask": torch.zeros(70, 90)}}
-    arguments = of_kind.get(kind, {})
+    inputs = with_deviation(inputs, deviation)
+    masks: dict[str, dict[str, Any]] = {"softcap": {"softcap": 1e4}, "mask": {"attn_mask": torch.zeros(70, 90)}}
+    arguments = masks.get(kind, {})
     results = all_gradients(inputs, dict.fromkeys(selection.KERNELS, TileConfig(32, 32, 4, 1)), **arguments)
-    golden, plain = unlucky(
+    golden, plain = worst_draw(
         inputs,
-        lambda each: exact_results(each, **arguments),
-        lambda each: forward_backward(reference_attention, each, **arguments),
-        draws=10,  # a few of the logits decide
+        lambda moved: exact_results(moved, **arguments),
+        lambda moved: forward_backward(reference_attention, moved, **arguments),
+        draws=10,  # few logits determine the error
     )
     for name, result in results.items():
         factor = 2 if name in ("out", "lse") else 3
@@ -111,9 +112,9 @@ def test_large_logits(deviation: float, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["full", "clamp"])
 def test_scores_that_do_not_repeat(kind: str) -> None:
-    """Other tiles may sum the products of large logits in another order, and exceed the forward's maximum: P stays below 1."""
+    """If other tiles round large logits differently, so that they exceed the forward's maximum, P does not exceed 1."""
     inputs = make_inputs(1, 1, 40, 50, 16, num_rows=9 if kind == "clamp" else 89, dtype=torch.float32, seed=3)
-    inputs = of_deviation(inputs, 1e6)
+    inputs = with_deviation(inputs, 1e6)
     tensors, spec = resolve(inputs)
     tiles = dict.fromkeys(selection.KERNELS, TileConfig(32, 32, 4, 1))
     out, _, softmax_stats, _ = forward(tensors, spec, tiles["forward"])
@@ -121,4 +122,4 @@ def test_scores_that_do_not_repeat(kind: str) -> None:
     gradients = backward(inputs.d_out, inputs.d_lse, out, softmax_stats, tensors, spec, tiles=tiles)
     assert all(bool(gradient.isfinite().all()) for gradient in gradients if gradient is not None)
     most = inputs.d_out.abs().sum(2, keepdim=True).double()
-    within("d_value beyond", (gradients[2].double().abs() - most).clamp_min(0), sum_allowance(40, most))
+    assert_at_most("d_value beyond", (gradients[2].double().abs() - most).clamp_min(0), sum_allowance(40, most))

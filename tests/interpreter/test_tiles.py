@@ -1,4 +1,4 @@
-"""The kernels in every tile that is selected on some GPU, and with tables whose ends lie anywhere in a tile."""
+"""The kernels in all tiles that are selected on some GPU, and tables that end anywhere in a tile."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.interpreter.launch import attend, check, check_every_term, run, selectable, tile
+from tests.interpreter.launch import attend, check, check_forward_backward, run, selectable, tile
 from triton_relattn import RelativePositions
 from triton_relattn.kernels.config.tile_config import TileConfig
 from triton_relattn.testing import make_inputs
@@ -21,8 +21,7 @@ SMALL = {"forward": tile(32, 16), "dq": tile(32, 16), "dkv": tile(32, 32), "dtab
     ids=str,
 )
 def test_every_selectable_tile(kernel: str, config: TileConfig) -> None:
-    """A full, a clamped and a bounded table, and none, with lengths that divide no block; nor do they divide the queries over
-    which a block is spread in the kernels that read dS."""
+    """A full, a clamped and a bounded table, and none, with lengths that do not fill blocks of queries or keys."""
     tables: tuple[tuple[Any, bool, torch.dtype], ...] = (
         ("full", True, torch.float32),
         (RelativePositions(-3, 7), False, torch.float16),
@@ -32,7 +31,7 @@ def test_every_selectable_tile(kernel: str, config: TileConfig) -> None:
     for seed, (positions, is_causal, dtype) in enumerate(tables):
         if positions is None and kernel == "dtable":
             continue
-        # With half as many or fewer the kernels that read dS take a smaller tile.
+        # With half of these queries, kernels that read dS would take a smaller tile.
         num_queries = 21 + config.block_m * (1 if kernel in ("forward", "dkv") else 8 // dtype.itemsize)
         num_keys = config.block_m + 2 * config.block_n + 9
         positions = RelativePositions(-num_queries - 30, num_keys) if positions == "full" else positions
@@ -42,7 +41,7 @@ def test_every_selectable_tile(kernel: str, config: TileConfig) -> None:
         if kernel == "forward":
             check(inputs, config, positions=positions, **arguments)
         else:
-            check_every_term(inputs, {kernel: config}, positions=positions, **arguments)
+            check_forward_backward(inputs, {kernel: config}, positions=positions, **arguments)
 
 
 TABLES: dict[str, RelativePositions] = {
@@ -64,19 +63,19 @@ TABLES: dict[str, RelativePositions] = {
 @pytest.mark.parametrize("outside", ["clamp", "zero"])
 @pytest.mark.parametrize("table", TABLES)
 def test_tables(table: str, outside: Any) -> None:
-    """Tables that cover all, part or none of the relative positions, with an offset and lengths.
+    """Tables that cover all, some or none of the relative positions, with an offset and lengths.
 
-    Shared, and per head: what lies behind a table is then that of the next head, and not zero by chance.
+    Also tables per head: memory after a table then belongs to the next head, and is not zero by chance.
     """
     positions = RelativePositions(TABLES[table].first, TABLES[table].last, outside)
     for seed, (is_causal, query_offset, lengths) in enumerate(((False, 0, None), (True, 20, [49]))):
         inputs = make_inputs(1, 2, 45, 58, 16, num_rows=positions.num_rows, per_head=seed > 0, dtype=torch.float32, seed=seed)
         arguments = {"query_offset": query_offset, "key_lengths": None if lengths is None else torch.tensor(lengths)}
-        check_every_term(inputs, SMALL, positions=positions, is_causal=is_causal, **arguments)
+        check_forward_backward(inputs, SMALL, positions=positions, is_causal=is_causal, **arguments)
 
 
 BORDERS = ((-3, 7, 0), (-20, -20, 17), (5, 6, -9))
-"""First and last row, and the offset: borders of the table at other places of the tiles, or close to each other."""
+"""First and last row, and the offset: borders of the table at different places in tiles, or close to each other."""
 TILES_AT_BORDERS = (  # of the dkv, the dq and the dtable kernel
     ((16, 16), (32, 16), (64, 64)),
     ((32, 16), (16, 32), (16, 16)),
@@ -89,12 +88,12 @@ TILES_AT_BORDERS = (  # of the dkv, the dq and the dtable kernel
 def test_tiles_at_the_borders_of_a_table(
     keys: tuple[int, int], queries: tuple[int, int], table: tuple[int, int], is_causal: bool
 ) -> None:
-    """With a clamped table each pair beyond it is counted once, by the dq kernel, and each inside by the dtable kernel, whatever
-    tiles the dkv kernel has near the border and beyond."""
+    """With a clamped table the dq kernel sums the pairs beyond it, and the dtable kernel those inside: each pair once, for any
+    tiles."""
     tiles = {"dkv": tile(*keys), "dq": tile(*queries), "dtable": tile(*table)}
     for seed, (first, last, offset) in enumerate(BORDERS):
         inputs = make_inputs(1, 1, 51, 59, 16, num_rows=last - first + 1, dtype=torch.float32, seed=seed)
-        check_every_term(inputs, tiles, positions=RelativePositions(first, last), query_offset=offset, is_causal=is_causal)
+        check_forward_backward(inputs, tiles, positions=RelativePositions(first, last), query_offset=offset, is_causal=is_causal)
 
 
 def test_invalid_configuration() -> None:
@@ -105,7 +104,7 @@ def test_invalid_configuration() -> None:
 
 
 def test_what_the_interpreter_cannot_do() -> None:
-    """bfloat16 is computed wrongly there, float64 is not what the kernels do: an error that says so, no fallback."""
+    """bfloat16, which it computes wrongly, float64, and wide heads raise errors instead of using another implementation."""
     inputs = make_inputs(1, 1, 20, 20, 16, num_rows=39, dtype=torch.bfloat16, seed=6)
     with pytest.raises(RuntimeError, match="interpreter computes bfloat16 wrongly"):
         attend(*inputs[:4])

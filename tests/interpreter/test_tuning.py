@@ -1,4 +1,4 @@
-"""The search for the fastest configurations of a call: what is right and fast goes into the profile, and later calls have it."""
+"""Tuning: the fastest configuration with right results goes into the profile, and later calls use it."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ def own_profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Non
     selection.forget()
 
 
-def call_of(length: int = 40, **changes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def call_inputs(length: int = 40, **changes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     inputs = testing.make_inputs(1, 2, length, length, 16, num_rows=2 * length - 1, dtype=torch.float32, seed=1, **changes)
     return inputs[:4], inputs.terms()
 
 
 def with_times(monkeypatch: pytest.MonkeyPatch, milliseconds: dict[TileConfig, float]) -> None:
-    """Configurations near the default one are those with a time, and take it."""
-    monkeypatch.setattr(tuning, "nearest", lambda *_: [each for each in milliseconds if each != DEFAULT])
+    """Make the candidates those with a time, and their measured times these."""
+    monkeypatch.setattr(tuning, "nearest", lambda *_: [config for config in milliseconds if config != DEFAULT])
 
-    def timed(every: list[Callable[[], object]]) -> list[float]:
-        return [milliseconds[each.args[-1]] for each in every]  # type: ignore[attr-defined]
+    def timed(functions: list[Callable[[], object]]) -> list[float]:
+        return [milliseconds[function.args[-1]] for function in functions]  # type: ignore[attr-defined]
 
     monkeypatch.setattr(tuning, "timed_in_turn", timed)
     monkeypatch.setattr(tuning, "kernels_of", lambda *_: ["forward"])
 
 
-def test_the_fastest_right_one_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong one is not, nor one that cannot be launched, however fast they are; a later call has it, a longer one does not."""
+def test_the_fastest_right_configuration_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one with wrong results, or that cannot be launched. Later calls of the kind use it, longer ones do not."""
     wrong, fails, best = OTHERS
     with_times(monkeypatch, {DEFAULT: 10.0, best: 5.0})
     monkeypatch.setattr(tuning, "nearest", lambda *_: [wrong, fails, best])
@@ -62,17 +62,17 @@ def test_the_fastest_right_one_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         return out, *others
 
     monkeypatch.setattr(tuning, "forward", spoiled)
-    tensors, terms = call_of()
+    tensors, terms = call_inputs()
     (found,) = tuning.tune(*tensors, **terms)
     assert found == tuning.Tuned("forward", DEFAULT, best, 10.0, 5.0, 2)
     assert str(best.block_m) in str(found) and "2 tried" in str(found)
     for length, expected in ((40, best), (600, DEFAULT)):
-        tensors, terms = call_of(length)
+        tensors, terms = call_inputs(length)
         assert Call(*validation.resolve(Arguments(*tensors, **terms))).tile("forward") == expected
     (row,) = selection.load(tuning.profile_of(torch.device("cpu")), "interpreter")
     assert (row.milliseconds, row.default_milliseconds) == (5.0, 10.0)
-    with_times(monkeypatch, {DEFAULT: 10.0, OTHERS[0]: 9.9})  # a gain within noise is none
-    (found,) = tuning.tune(*call_of()[0])
+    with_times(monkeypatch, {DEFAULT: 10.0, OTHERS[0]: 9.9})  # a gain within noise does not count
+    (found,) = tuning.tune(*call_inputs()[0])
     assert found.best == DEFAULT and "stays" in str(found)
 
 
@@ -88,46 +88,46 @@ def test_the_fastest_right_one_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["rel_key", "rel_bias", "rel_p2c", "rel_value", "rel_query"],
 )
 def test_every_kernel_of_a_call(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], arguments: dict[str, Any]) -> None:
-    """All kernels of forward and backward are timed, and another tile is as right as the default one."""
+    """All kernels of forward and backward are timed, and another tile has right results."""
     monkeypatch.setattr(tuning, "ROUNDS", 1)
-    tensors, terms = call_of(**changes)
+    tensors, terms = call_inputs(**changes)
     reported: list[tuning.Tuned] = []
     found = tuning.tune(*tensors, **terms, **arguments, dropout_p=0.5, most=1, report=reported.append)
-    assert reported == found and {each.tried for each in found} == {2}
-    assert {"forward", "dkv", "dtable"} <= {each.kernel for each in found} <= set(KERNELS)
-    assert ("dp2c" in {each.kernel for each in found}) == ("rel_p2c" in changes)
+    assert reported == found and {tuned.tried for tuned in found} == {2}
+    assert {"forward", "dkv", "dtable"} <= {tuned.kernel for tuned in found} <= set(KERNELS)
+    assert ("dp2c" in {tuned.kernel for tuned in found}) == ("rel_p2c" in changes)
     assert {row.kind.kernel for row in selection.load(tuning.profile_of(torch.device("cpu")), "interpreter")} == {
-        each.kernel for each in found
+        tuned.kernel for tuned in found
     }
 
 
 def test_from_the_shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(tuning, "ROUNDS", 1)
     monkeypatch.setattr(tuning, "kernels_of", lambda *_: ["forward"])
-    seen = []
+    calls = []
     run = tuning.tune
 
     def noted(*tensors: torch.Tensor, **given: Any) -> list[tuning.Tuned]:
-        seen.append((tensors, given))
+        calls.append((tensors, given))
         return run(*tensors, most=1, **given)  # type: ignore[misc]
 
     monkeypatch.setattr(tuning, "tune", noted)
     monkeypatch.setattr("triton_relattn.__main__.tune", lambda options: tune(options, "cpu"))
-    words = ["--shape", "b1,h4,kv2,n40,q24,d16", "--table", "9", "--dtype", "fp32", "--causal"]
-    assert main(["tune", *words]) == 0
+    options = ["--shape", "b1,h4,kv2,n40,q24,d16", "--table", "9", "--dtype", "fp32", "--causal"]
+    assert main(["tune", *options]) == 0
     printed = capsys.readouterr().out
     assert "forward" in printed and "profile-interpreter" in printed
-    (query, key, value), given = seen[0]
+    (query, key, value), given = calls[0]
     assert query.shape == (1, 4, 24, 16) and key.shape == value.shape == (1, 2, 40, 16) and given["rel_key"].shape == (9, 16)
     assert given["query_offset"] == 16 and given["is_causal"] and given["enable_gqa"]
     for term, name in (("rel_bias", "rel_bias"), ("none", None)):
         assert main(["tune", "--shape", "h2,n24,d16", "--dtype", "fp32", "--term", term]) == 0
-        assert name is None or seen[-1][1][name].shape == (2, 47)
+        assert name is None or calls[-1][1][name].shape == (2, 47)
 
 
 def test_tensors_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "kernels_are_interpreted", lambda: False)
-    tensors, _ = call_of()
+    tensors, _ = call_inputs()
     with pytest.raises(RuntimeError, match="only a GPU can be tuned, and query is on cpu"):
         tuning.tune(*tensors)
     monkeypatch.setattr(selection, "profile_path", lambda _: None)

@@ -1,4 +1,4 @@
-"""Calls of the small models here have few scores, which on a CPU are the stock forward's."""
+"""Calls of the small models have few scores; on a CPU these would use the stock forward."""
 
 import pytest
 

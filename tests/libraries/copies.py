@@ -1,4 +1,4 @@
-"""Attention of packages that is found by its structure, built of the packages' own files, at a small and at its usual size."""
+"""Attention of packages that enable() finds by its structure, built from the packages' files at a small and at the usual size."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from torch import nn
 from tests.libraries.standins import absent, bare
 
 LENGTH = 363
-"""Two sequences of it have 2**19 scores in two heads, from which on a CPU uses the operator; two grids of 32 x 32 have 2**22."""
+"""With two sequences of this length and two heads there are 2**19 scores, from which on a CPU uses the operator."""
 REAL = torch.arange(LENGTH) < torch.tensor([LENGTH, 200])[:, None]
-"""Positions of two sequences that are no padding."""
+"""The positions of two sequences that are not padding."""
 
 
 @dataclass(frozen=True)
 class Copy:
     """A package's attention.
 
-    name: for the docs. package: in Python. build: makes a module of settings. small: settings for a comparison; given: its
-    arguments. usual: settings of published models; at: the length that memory is counted at. counts: positions of the output that
-    are compared; None: all. part: the attention inside the module of the usual settings.
+    name: in the docs. package: in Python. build: makes a module from settings. small: settings for a comparison, and given the
+    arguments for it. usual: settings of published models, and at the length for which memory is counted. counts: the positions of
+    the output that are compared, None for all.
     """
 
     name: str
@@ -43,56 +43,56 @@ def states(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def of_file(module: str, name: str) -> Any:
+def load_class(module: str, name: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
 def piper(**settings: Any) -> nn.Module:
     bare("piper", "piper.train", "piper.train.vits")
-    return of_file("piper.train.vits.attentions", "Encoder")(**settings)  # type: ignore[no-any-return]
+    return load_class("piper.train.vits.attentions", "Encoder")(**settings)  # type: ignore[no-any-return]
 
 
 def rvc(**settings: Any) -> nn.Module:
     bare("rvc", "rvc.lib", "rvc.lib.infer_pack")
     absent("scipy")
-    return of_file("rvc.lib.infer_pack.attentions", "Encoder")(**settings)  # type: ignore[no-any-return]
+    return load_class("rvc.lib.infer_pack.attentions", "Encoder")(**settings)  # type: ignore[no-any-return]
 
 
 def so_vits_svc(**settings: Any) -> nn.Module:
     bare("so_vits_svc_fork", "so_vits_svc_fork.modules")
     absent("scipy", "librosa", "torchaudio", "requests", "tqdm")
-    return of_file("so_vits_svc_fork.modules.attentions", "Encoder")(**settings)  # type: ignore[no-any-return]
+    return load_class("so_vits_svc_fork.modules.attentions", "Encoder")(**settings)  # type: ignore[no-any-return]
 
 
 def coqui(**settings: Any) -> nn.Module:
     layers = "TTS.tts.layers"
     bare("TTS", "TTS.tts", layers, f"{layers}.glow_tts", "TTS.tts.utils", f"{layers}.generic", "TTS.utils")
     absent("coqpit", "trainer", "librosa", "scipy", "soundfile", "TTS.utils.audio", "TTS.tts.utils.text", "TTS.config")
-    return of_file(f"{layers}.glow_tts.transformer", "RelativePositionTransformer")(**settings)  # type: ignore[no-any-return]
+    return load_class(f"{layers}.glow_tts.transformer", "RelativePositionTransformer")(**settings)  # type: ignore[no-any-return]
 
 
 def funasr(**settings: Any) -> nn.Module:
     bare("funasr", "funasr.models", "funasr.models.transformer", "funasr.models.transformer.utils")
-    return of_file("funasr.models.transformer.attention", "RelPositionMultiHeadedAttention")(**settings)  # type: ignore[no-any-return]
+    return load_class("funasr.models.transformer.attention", "RelPositionMultiHeadedAttention")(**settings)  # type: ignore[no-any-return]
 
 
 def chatterbox(**settings: Any) -> nn.Module:
     parts = "chatterbox.models.s3gen"
     bare("chatterbox", "chatterbox.models", parts, f"{parts}.transformer")
-    return of_file(f"{parts}.transformer.attention", "RelPositionMultiHeadedAttention")(**settings)  # type: ignore[no-any-return]
+    return load_class(f"{parts}.transformer.attention", "RelPositionMultiHeadedAttention")(**settings)  # type: ignore[no-any-return]
 
 
 def segment_anything(**settings: Any) -> nn.Module:
     bare("segment_anything", "segment_anything.modeling")
-    return of_file("segment_anything.modeling.image_encoder", "ImageEncoderViT")(**settings)  # type: ignore[no-any-return]
+    return load_class("segment_anything.modeling.image_encoder", "ImageEncoderViT")(**settings)  # type: ignore[no-any-return]
 
 
 def cellpose(**settings: Any) -> nn.Module:
-    """Its model around an encoder of segment-anything, all of whose layers it makes global."""
+    """The model that makes all layers of a segment-anything encoder global."""
     encoder = segment_anything(use_rel_pos=True, **settings)
     sys.modules["segment_anything"].sam_model_registry = {"vit_l": lambda _: SimpleNamespace(image_encoder=encoder)}  # type: ignore[attr-defined]
     bare("cellpose")
-    made = of_file("cellpose.vit", "CPSAM")
+    made = load_class("cellpose.vit", "CPSAM")
     importlib.import_module("cellpose.vit").sam_model_registry = sys.modules["segment_anything"].sam_model_registry  # type: ignore[attr-defined]
     return made()  # type: ignore[no-any-return]
 
@@ -101,23 +101,23 @@ def timm(**settings: Any) -> nn.Module:
     absent("torchvision", "timm.data")
     bare("timm", "timm.models")
     sys.modules["timm"].__version__ = "1.0.31"  # type: ignore[attr-defined]
-    made = of_file("timm.models.vision_transformer_sam", "VisionTransformerSAM")(**settings)
+    made = load_class("timm.models.vision_transformer_sam", "VisionTransformerSAM")(**settings)
     return made  # type: ignore[no-any-return]
 
 
 def conformer(**settings: Any) -> nn.Module:
-    return of_file("conformer", "Conformer")(**settings)  # type: ignore[no-any-return]
+    return load_class("conformer", "Conformer")(**settings)  # type: ignore[no-any-return]
 
 
 def enformer(**settings: Any) -> nn.Module:
     bare("enformer_pytorch")
     absent("discrete_key_value_bottleneck_pytorch", "polars", "pyfaidx", "pandas", "datasets", "torchmetrics", "transformers")
-    return of_file("enformer_pytorch.modeling_enformer", "Attention")(**settings)  # type: ignore[no-any-return]
+    return load_class("enformer_pytorch.modeling_enformer", "Attention")(**settings)  # type: ignore[no-any-return]
 
 
 def borzoi(**settings: Any) -> nn.Module:
     bare("borzoi_pytorch")
-    return of_file("borzoi_pytorch.pytorch_borzoi_transformer", "Attention")(**settings)  # type: ignore[no-any-return]
+    return load_class("borzoi_pytorch.pytorch_borzoi_transformer", "Attention")(**settings)  # type: ignore[no-any-return]
 
 
 VITS = {"hidden_channels": 16, "filter_channels": 24, "n_heads": 2, "n_layers": 2, "kernel_size": 3, "window_size": 3}
@@ -145,11 +145,11 @@ def image() -> tuple[Any, ...]:
     return (states(2, 3, 128, 128),)
 
 
-OF_SPEECH = REAL[:, None]
+REAL_FRAMES = REAL[:, None]
 COPIES = (
-    Copy("piper", "piper", piper, VITS, speech, VITS_USUAL | {"window_size": 4}, counts=OF_SPEECH),
-    Copy("RVC", "rvc", rvc, VITS, speech, VITS_USUAL | {"window_size": 10}, counts=OF_SPEECH),
-    Copy("so-vits-svc", "so_vits_svc_fork", so_vits_svc, VITS, speech, VITS_USUAL | {"window_size": 4}, counts=OF_SPEECH),
+    Copy("piper", "piper", piper, VITS, speech, VITS_USUAL | {"window_size": 4}, counts=REAL_FRAMES),
+    Copy("RVC", "rvc", rvc, VITS, speech, VITS_USUAL | {"window_size": 10}, counts=REAL_FRAMES),
+    Copy("so-vits-svc", "so_vits_svc_fork", so_vits_svc, VITS, speech, VITS_USUAL | {"window_size": 4}, counts=REAL_FRAMES),
     Copy(
         "coqui",
         "TTS",
@@ -159,7 +159,7 @@ COPIES = (
         speech,
         {"in_channels": 192, "out_channels": 192, "hidden_channels": 192, "hidden_channels_ffn": 768, "num_heads": 2}
         | {"num_layers": 6, "kernel_size": 3, "rel_attn_window_size": 4},
-        counts=OF_SPEECH,
+        counts=REAL_FRAMES,
     ),
     Copy(
         "FunASR",

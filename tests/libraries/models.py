@@ -1,4 +1,4 @@
-"""Small models of libraries whose attention is enabled, built of the libraries' own source files."""
+"""Small models of libraries whose attention can be enabled, built from the libraries' source files."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.libraries.standins import absent, bare
 class Model:
     """A model of a library.
 
-    library: the integration's name. package: the library's, in Python, and distribution, for pip. build: makes the model of
-    settings. given: its arguments for sequences of these lengths, padded to length.
+    library: name of the integration. package: name in Python; distribution: name for pip. build: makes the model from settings.
+    given: its arguments for sequences of these lengths, padded to length.
     """
 
     name: str
@@ -36,15 +36,15 @@ class Model:
         return importlib.import_module(f"triton_relattn.integrations.{self.library}")
 
     def make(self, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
-        """A model in eval mode with parameters that are not zero; changes: further settings."""
+        """A model in eval mode with nonzero parameters; changes: further settings."""
         torch.manual_seed(0)
         return varied(self.build(**{**self.settings, **changes})).to(dtype).eval()
 
     def arguments(self, length: int, lengths: list[int], dtype: torch.dtype = torch.float64) -> dict[str, Any]:
         torch.manual_seed(1)
         return {
-            name: each.to(dtype) if isinstance(each, torch.Tensor) and each.is_floating_point() else each
-            for name, each in self.given(length, lengths).items()
+            name: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+            for name, value in self.given(length, lengths).items()
         }
 
 
@@ -54,14 +54,14 @@ NO_DROPOUT = dict.fromkeys(("dropout_rate", "positional_dropout_rate", "attentio
 
 
 def nemo(context: Any = None, **settings: Any) -> nn.Module:
-    """Make an encoder. context: of chunks that see frames after them, which is set once the encoder is made."""
+    """Make an encoder. context: att_context_size of chunks with frames after them, which is set after construction."""
     parts = ("modules", "parts", "parts.submodules", "parts.submodules.adapters", "parts.utils", "parts.mixins")
     bare("nemo", "nemo.collections", "nemo.collections.asr", *(f"nemo.collections.asr.{part}" for part in parts))
     bare("nemo.collections.asr.models", "nemo.collections.common", "nemo.collections.common.parts")
     core = ("classes.modelPT", "classes.mixins.hf_io_mixin", "config", "connectors", "utils.process_launcher")
     absent("hydra", "lightning", "huggingface_hub", *(f"nemo.core.{module}" for module in core))
     absent(*(f"nemo.utils.{module}" for module in ("lightning_logger_patch", "cloud", "data_utils", "export_utils")))
-    absent("nemo.collections.asr.models.configs")  # of which an encoder has one, and sets all that is in it
+    absent("nemo.collections.asr.models.configs")  # the encoder has one, and sets its attributes
     stock = importlib.import_module("nemo.collections.asr.modules.conformer_encoder")
     sizes = {"feat_in": MEL, "n_layers": 2, "d_model": WIDTH, "n_heads": HEADS, "subsampling_factor": 1, "conv_kernel_size": 7}
     dropout = dict.fromkeys(("dropout", "dropout_pre_encoder", "dropout_emb", "dropout_att"), 0.0)
@@ -77,7 +77,7 @@ def nemo_arguments(length: int, lengths: list[int]) -> dict[str, Any]:
 
 
 class OnlyEncoder(nn.Module):
-    """A ``TransformerASR`` of SpeechBrain that only encodes."""
+    """The encoder of SpeechBrain's ``TransformerASR``."""
 
     model: Any
 
@@ -154,17 +154,17 @@ SOURCES: dict[str, tuple[str, str, str, Callable[..., nn.Module], Callable[[int,
     "cosyvoice": ("espnet", "cosyvoice", "cosyvoice-minicpmo", cosyvoice, cosyvoice_arguments),
     "x": ("x_transformers", "x_transformers", "x-transformers", x_transformers, x_transformers_arguments),
 }
-"""Library, package, distribution, how a model is built, and its arguments."""
+"""Library, package, distribution, the function that builds a model, and its arguments."""
 
 
 def entry(name: str, **settings: Any) -> Model:
-    """A model by its name, which begins with that of a source."""
-    source = next(each for each in sorted(SOURCES, key=len, reverse=True) if name.startswith(each))
+    """A model by its name, which begins with a key of SOURCES."""
+    source = next(prefix for prefix in sorted(SOURCES, key=len, reverse=True) if name.startswith(prefix))
     return Model(name, *SOURCES[source], settings)
 
 
 IN_CHUNKS = {"att_context_style": "chunked_limited"}
-EVERY = (
+MODELS = (
     entry("nemo"),
     entry("nemo sdpa", use_pytorch_sdpa=True, untie_biases=False),
     entry("nemo window", att_context_size=[5, 3]),

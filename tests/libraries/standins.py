@@ -1,7 +1,7 @@
-"""Real source files of a library, without what the library imports beside them.
+"""Import single source files of a library without the other packages that it imports.
 
-The libraries import hundreds of packages; the classes that are tested need few. A package that is bare runs no ``__init__.py``,
-so that its modules can be imported one by one; of a package that is absent anything can be imported, and has no meaning.
+The libraries import hundreds of packages; the tested classes need few of them. The ``__init__.py`` of a bare package is not run,
+so that its modules can be imported one by one. From an absent package any name can be imported, as a class without a function.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any, ClassVar
 
 
 def is_installed(package: str) -> bool:
-    """Whether there is a package, or stands a part of it in its place."""
+    """Whether a package is installed, or was made bare."""
     return package in sys.modules or importlib.util.find_spec(package) is not None
 
 
 def bare(*packages: str) -> None:
-    """Let the modules of packages be imported without the ``__init__.py`` of any of these."""
+    """Let modules of packages be imported without running the packages' ``__init__.py``."""
     for name in packages:
         if name not in sys.modules:
             parent, _, own = name.rpartition(".")
@@ -39,7 +39,7 @@ def bare(*packages: str) -> None:
 
 
 class _Absent(types.ModuleType):
-    """A module that has whatever is asked for: a class that takes anything, and is a decorator."""
+    """A module whose attributes are classes that take any arguments, and can be used as decorators."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -69,7 +69,7 @@ class _AbsentPackages(importlib.machinery.PathFinder):
 
     @classmethod
     def find_spec(cls, name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
-        if any(name == each or name.startswith(f"{each}.") for each in cls.names):
+        if any(name == package or name.startswith(f"{package}.") for package in cls.names):
             return importlib.machinery.ModuleSpec(name, _Loader(), is_package=True)
         return None
 
@@ -83,7 +83,7 @@ class _Loader(importlib.abc.Loader):
 
 
 def absent(*packages: str) -> None:
-    """Let anything be imported from packages, or modules, that are not installed or would import too much."""
+    """Let any name be imported from packages or modules that are not installed, or import too much."""
     _AbsentPackages.names |= set(packages)
     if _AbsentPackages not in sys.meta_path:
         sys.meta_path.insert(0, _AbsentPackages)

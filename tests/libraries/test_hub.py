@@ -1,4 +1,4 @@
-"""The repository for the Hugging Face hub: what it holds, and that the package ``kernels`` loads it."""
+"""The exported repository for the Hugging Face hub: its files, and loading it with the package ``kernels``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ needs_kernels = pytest.mark.skipif(not is_installed("kernels"), reason="kernels 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository with the package as it is here, and files beside it that git ignores."""
+    """A git repository with this package, and files that git ignores."""
     root = tmp_path_factory.mktemp("checkout")
     for name in ("triton_relattn", "hub"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
@@ -55,7 +55,7 @@ def test_only_what_git_tracks(exported: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["triton_relattn/new.py", "triton_relattn/tables.py", "hub/files/CARD.md"])
-def test_what_is_not_committed_is_refused(change: str, checkout: Path, tmp_path: Path) -> None:
+def test_uncommitted_changes_are_refused(change: str, checkout: Path, tmp_path: Path) -> None:
     root = shutil.copytree(checkout, tmp_path / "copy")
     with (root / change).open("a") as file:
         file.write("\n")
@@ -81,7 +81,7 @@ def test_a_repository_has_an_owner_and_a_name(name: str) -> None:
 
 
 def test_only_torch_and_triton_are_imported(exported: Path) -> None:
-    """All imports of the package itself are relative, and others are of torch, triton and Python's own library."""
+    """Imports of the package are relative; others are torch, triton and Python's standard library."""
     files = list((exported / "build" / "torch-cuda").rglob("*.py"))
     assert len(files) > 50
     for path in files:
@@ -90,12 +90,12 @@ def test_only_torch_and_triton_are_imported(exported: Path) -> None:
             if isinstance(node, ast.ImportFrom) and node.level == 0:
                 names = [str(node.module)]
             strange = {name.partition(".")[0] for name in names} - set(sys.stdlib_module_names) - {"torch", "triton"}
-            # For types only, which are looked at by no program that runs.
+            # For types only, not at runtime.
             assert strange <= {"typing_extensions"}, (path, strange)
 
 
 def test_digests(exported: Path) -> None:
-    """Each variant says what it holds, and by what name it is loaded: another one for another state of the sources."""
+    """metadata.json of each variant has the digests of its files, and a module name that depends on them."""
     names = set()
     for backend in BACKENDS:
         variant = exported / "build" / f"torch-{backend}"
@@ -150,11 +150,11 @@ def run(*command: str, cwd: Path, **environment: str) -> str:
 
 @needs_kernels
 def test_kernels_loads_it(exported: Path) -> None:
-    """Beside the package itself, with operators of its own, which torch.compile takes; older versions of kernels, too."""
+    """It loads beside the installed package with separate operators, also as older versions of kernels do, and compiles."""
     assert run(sys.executable, "-c", LOADED, str(exported), cwd=ROOT) == "Module\n"
 
 
 @needs_kernels
 def test_its_own_test(exported: Path) -> None:
-    """The one that is published with it, which knows nothing but the repository's name."""
+    """The published test passes with only the repository's name."""
     run(sys.executable, "-m", "pytest", "-q", "tests", cwd=exported, LOCAL_KERNELS=f"{REPO}={exported}", PYTHONPATH="")

@@ -1,4 +1,4 @@
-"""Models of libraries compute the same when enabled: outputs, gradients, losses; in linear memory."""
+"""Enabled models of libraries have equal outputs and gradients, in linear memory."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tests.cpu.models import (
     results,
     runs_the_operator,
 )
-from tests.libraries.models import EVERY, HEADS, Model
+from tests.libraries.models import HEADS, MODELS, Model
 from tests.libraries.standins import is_installed
 from tests.tolerance import assert_near
 
 
-def of(*models: Model) -> Any:
-    """Parametrize by models; where a library is not installed the test is skipped."""
+def parametrize_models(*models: Model) -> Any:
+    """Parametrise by models; skipped if the library is not installed."""
 
     def case(model: Model) -> Any:
         missing = pytest.mark.skipif(
@@ -41,13 +41,13 @@ def of(*models: Model) -> Any:
 
 
 def named(*names: str) -> Any:
-    return of(*(model for model in EVERY if model.name in names))
+    return parametrize_models(*(model for model in MODELS if model.name in names))
 
 
-every_model = of(*EVERY)
+all_models = parametrize_models(*MODELS)
 # One of each library.
 some_models = named("nemo", "speechbrain", "espnet", "cosyvoice", "x T5", "x inkling")
-every_padding = pytest.mark.parametrize("lengths", [WHOLE, PADDED], ids=["whole", "padded"])
+all_paddings = pytest.mark.parametrize("lengths", [WHOLE, PADDED], ids=["whole", "padded"])
 
 
 def computed(model: Any, given: dict[str, Any]) -> Results:
@@ -55,8 +55,8 @@ def computed(model: Any, given: dict[str, Any]) -> Results:
         return results(model, given)
 
 
-@every_padding
-@every_model
+@all_paddings
+@all_models
 def test_the_same_in_float64(kind: Model, lengths: list[int]) -> None:
     model, given = kind.make(), kind.arguments(LENGTH, lengths)
     stock = computed(model, given)
@@ -66,23 +66,23 @@ def test_the_same_in_float64(kind: Model, lengths: list[int]) -> None:
     assert_same(ours, stock)
 
 
-@every_model
+@all_models
 def test_disable_gives_everything_back(kind: Model) -> None:
     model, given = kind.make(torch.float32), kind.arguments(LENGTH, WHOLE, torch.float32)
-    types = [type(each) for each in model.modules()]
+    types = [type(module) for module in model.modules()]
     keys, stock = list(model.state_dict()), output(model, given)
     enabled = kind.integration.enable(model)
     changed = {
-        name: type(each).__name__
-        for (name, each), kept in zip(model.named_modules(), types, strict=True)
-        if type(each) is not kept
+        name: type(module).__name__
+        for (name, module), stock_type in zip(model.named_modules(), types, strict=True)
+        if type(module) is not stock_type
     }
     assert changed == enabled and list(model.state_dict()) == keys
     assert kind.integration.enable(model) == {}
     assert_near("output", output(model, given), stock)
     assert kind.integration.disable(model) == enabled
     assert kind.integration.disable(model) == {}
-    assert [type(each) for each in model.modules()] == types
+    assert [type(module) for module in model.modules()] == types
     assert torch.equal(output(model, given), stock)
 
 
@@ -97,25 +97,25 @@ DROPOUT: dict[str, dict[str, Any]] = {
 
 @named(*DROPOUT)
 def test_dropout(kind: Model) -> None:
-    """Stock attention is made to drop what the operator drops."""
+    """With the operator's dropout mask in stock attention, results are equal."""
     model, given = kind.make(**DROPOUT[kind.name]).train(), kind.arguments(LENGTH, PADDED)
     with in_float64(), operators_dropout(HEADS):
         stock = results(model, given)
-    kind.integration.enable(model)  # outside in_float64, whose softmax is another function, which the integration would import
+    kind.integration.enable(model)  # outside in_float64, which replaces softmax: the integration would import that
     with in_float64():
         ours = results(model, given)
         assert (results(model, given, seed=5)["out"] - ours["out"]).abs().max() > 0.01, "nothing is dropped"
     assert_same(ours, stock)
 
 
-@of(*(model for model in EVERY if model.name != "cosyvoice chunks"))  # whose mask for all pairs is the user's
+@parametrize_models(*(model for model in MODELS if model.name != "cosyvoice chunks"))  # where the user's mask is quadratic
 def test_nothing_quadratic(kind: Model) -> None:
-    """No tensor has two dimensions as long as the sequence, and the largest one grows with the length."""
+    """No tensor has two dimensions of the sequence's length, and the largest one grows linearly."""
     found = {}
     for enabled, length in ((True, 600), (True, 1200), (False, 600)):
         model = kind.make(torch.float32)
         if enabled:
-            kind.integration.enable(model, check_calls=False)  # which would run the stock forward
+            kind.integration.enable(model, check_calls=False)  # no comparison with the stock forward
         given = kind.arguments(length, [length, length - 7], torch.float32)
         with Sizes() as found[enabled, length]:
             results(model, given)
@@ -127,16 +127,16 @@ def test_nothing_quadratic(kind: Model) -> None:
 
 @some_models
 def test_copies_and_pickles(kind: Model) -> None:
-    """They stay enabled, and independent."""
+    """Copies and pickles of enabled models stay enabled, and are independent."""
     model = kind.make(torch.float32)
     given = kind.arguments(LENGTH, PADDED, torch.float32)
-    for each in model.modules():
-        each._forward_pre_hooks.clear()
+    for module in model.modules():
+        module._forward_pre_hooks.clear()
     kind.integration.enable(model)
     other = copy.deepcopy(model)
     kind.integration.disable(other)
     assert runs_the_operator(model, given) and not runs_the_operator(other, given)
-    if kind.library != "x_transformers":  # which has functions without a name
+    if kind.library != "x_transformers":  # its lambdas cannot be pickled
         file = io.BytesIO()
         torch.save(model, file)
         loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
@@ -145,7 +145,7 @@ def test_copies_and_pickles(kind: Model) -> None:
 
 @some_models
 def test_a_part(kind: Model) -> None:
-    """One attention, or its layer: the rest of the model makes masks for all pairs, which are then used."""
+    """A single attention can be enabled or disabled; it uses the masks of the rest of the model."""
     model, given = kind.make(), kind.arguments(LENGTH, PADDED)
     stock = computed(model, given)
     name = next(iter(reversed(kind.integration.enable(model))))
@@ -158,9 +158,9 @@ def test_a_part(kind: Model) -> None:
     assert_same(computed(model, given), stock)
 
 
-@every_model
+@all_models
 def test_unknown_arguments_are_refused(kind: Model) -> None:
-    """No enabled class swallows an argument that it does not know, as a later version of its library may have one."""
+    """Enabled classes raise an error for unknown arguments, such as those of later versions."""
     model, given = kind.make(), kind.arguments(LENGTH, WHOLE)
     enabled = kind.integration.enable(model)
     calls: dict[Any, tuple[Any, Any]] = {}

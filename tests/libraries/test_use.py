@@ -1,4 +1,4 @@
-"""How models of libraries are used: streaming with caches, packed batches, and settings that stay with the stock classes."""
+"""Use of enabled models of libraries: streaming with caches, autocast, and settings that keep the stock classes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from tests.cpu.models import LENGTH, PADDED, assert_same, in_float64, output, results, runs_the_operator
 from tests.libraries.models import entry
 from tests.libraries.standins import is_installed
-from tests.tolerance import assert_near, within
+from tests.tolerance import assert_at_most, assert_near
 
 
 def needs(package: str) -> Any:
@@ -22,7 +22,7 @@ def needs(package: str) -> Any:
     "settings", [{"att_context_size": [8, 3], "att_context_style": "chunked_limited"}, {"att_context_size": [9, 0]}]
 )
 def test_nemo_streaming(settings: dict[str, Any]) -> None:
-    """Parts of a sequence, with caches of keys and of convolutions, of which one has no key yet in one sequence."""
+    """Streaming in chunks with caches of keys and convolutions, one of which starts empty, equals the stock model."""
     kind = entry("nemo", conv_context_size="causal", causal_downsampling=True, **settings)
     outs = []
     for enabled in (False, True):
@@ -51,7 +51,7 @@ def test_nemo_streaming(settings: dict[str, Any]) -> None:
 
 @needs("nemo")
 def test_nemo_attention_of_another_kind() -> None:
-    """Encoders whose attention is not enabled keep their masks; one that is changed later gets them back."""
+    """Other attention is refused; an encoder with one disabled layer gets its masks again."""
     kind = entry("nemo", self_attention_model="abs_pos")
     with pytest.raises(ValueError, match="no relative attention"):
         kind.integration.enable(kind.make())
@@ -66,7 +66,7 @@ def test_nemo_attention_of_another_kind() -> None:
 
 @needs("nemo")
 def test_nemo_autocast() -> None:
-    """Attention is computed in the dtype in which the stock class does."""
+    """Under autocast, attention is computed in the dtype of the stock class."""
     kind = entry("nemo")
     encoder, given = kind.make(torch.float32), kind.arguments(LENGTH, PADDED, torch.float32)
     exact = output(encoder, given)
@@ -75,7 +75,7 @@ def test_nemo_autocast() -> None:
         kind.integration.enable(encoder)
         ours = output(encoder, given)
     assert ours.dtype == stock.dtype
-    within("out", (ours - exact).norm(), 2 * (stock - exact).norm() + 2 * torch.finfo(torch.bfloat16).eps * exact.norm())
+    assert_at_most("out", (ours - exact).norm(), 2 * (stock - exact).norm() + 2 * torch.finfo(torch.bfloat16).eps * exact.norm())
 
 
 @needs("espnet2")
@@ -100,8 +100,8 @@ def test_espnet_legacy_that_looks_ahead_stays() -> None:
     ],
     ids=lambda settings: next(iter(settings)),
 )
-def test_x_transformers_that_does_more(settings: dict[str, Any]) -> None:
-    """The bias becomes the stock tensor."""
+def test_x_transformers_with_other_features(settings: dict[str, Any]) -> None:
+    """With features that the operator lacks, the stock attention runs with the dense bias."""
     kind = entry("x", rel_pos_bias=True, **settings)
     model, given = kind.make(), kind.arguments(LENGTH, PADDED)
     with in_float64():
@@ -115,7 +115,7 @@ def test_x_transformers_that_does_more(settings: dict[str, Any]) -> None:
 @needs("x_transformers")
 @pytest.mark.parametrize("bias", ["rel_pos_bias", "alibi_pos_bias", "dynamic_pos_bias", "attn_use_rel_proj_pos_bias"])
 def test_x_transformers_step_by_step(bias: str) -> None:
-    """A decoder with a cache of keys computes what it does at once."""
+    """Decoding step by step with a cache of keys equals one call."""
     kind = entry("x", causal=True, **{bias: True})
     model, given = kind.make(), kind.arguments(9, [9, 9])
     whole = output(model, given)
@@ -129,8 +129,8 @@ def test_x_transformers_step_by_step(bias: str) -> None:
 
 
 @needs("x_transformers")
-def test_x_transformers_weights_that_are_asked_for() -> None:
-    """They are stock attention's."""
+def test_x_transformers_residual_attention() -> None:
+    """Attention weights that the model uses come from the stock attention."""
     kind = entry("x", rel_pos_bias=True, residual_attn=True)
     model, given = kind.make(), kind.arguments(LENGTH, PADDED)
     with in_float64():

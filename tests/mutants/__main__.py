@@ -50,7 +50,7 @@ AREAS = {
     "kernels": "operator/test_sweeps operator/test_sums operator/test_draws operator/test_edges interpreter/test_tiles "
     "interpreter/test_features interpreter/test_calls interpreter/test_key_terms",
     "kernels/bwd_dq": "operator/test_draws interpreter/test_calls",
-    "kernels/config": "compile/test_profiles compile/test_selection compile/test_launches",
+    "kernels/config": "compile/test_profiles compile/test_defaults compile/test_launches",
     "kernels/delta": "operator/test_draws interpreter/test_delta",
     "kernels/fences": "compile/test_fences",
     "kernels/grid": "interpreter/test_grids",

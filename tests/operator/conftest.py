@@ -1,4 +1,4 @@
-"""The ways to compute a call, one after the other."""
+"""Fixtures with the ways to compute a call, one after the other."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ if INTERPRETED:
 
 
 TILES = {"forward": (32, 32), "dq": (16, 32), "dkv": (32, 32), "dtable": (16, 16), "dp2c": (16, 16)}
-"""Several tiles each way in short sequences, and hardly two kernels with the same ones."""
+"""Several tiles in each dimension of short sequences, different ones in most kernels."""
 
 
 @pytest.fixture(params=WAYS, ids=str)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
-    """One of them; in small blocks there are many of few queries, and of panels the last may be shorter."""
+    """Each way; small blocks have few queries, and the last one may be shorter."""
     return prepared(request.param, monkeypatch)
 
 
-@pytest.fixture(params=[each for each in WAYS if each.implementation != "reference"], ids=str)
+@pytest.fixture(params=[way for way in WAYS if way.implementation != "reference"], ids=str)
 def tiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
-    """One of those that compute in tiles or blocks, and that read no more than what a mask shows."""
+    """Each way except the reference: those that compute in tiles or blocks and read no hidden keys."""
     return prepared(request.param, monkeypatch)
 
 

@@ -1,4 +1,4 @@
-"""Dropout: what is dropped is a function of the seed and of where a probability stands, the same in every implementation."""
+"""Dropout depends on the seed and the place of a probability only, and is the same in all implementations."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def operator_inputs(way: Way, num_queries: int = 35, num_keys: int = 37, **other
 
 @pytest.mark.parametrize("dropout_p", [0.05, 0.5, 0.9])
 def test_rate(dropout_p: float) -> None:
-    """In all, and along each axis, within five standard deviations."""
+    """The rate of dropped probabilities is right in total and along each axis, within five standard deviations."""
     torch.manual_seed(0)
     dropped = (~dropout_mask(3, 4, 200, 200, dropout_p)).double()
     for dims in ([], [0], [1], [2], [3], [0, 1]):
-        others = [each for each in range(4) if each not in dims]
+        others = [dim for dim in range(4) if dim not in dims]
         samples = dropped.mean(others).numel() / dropped.numel()
         spread = (dropout_p * (1 - dropout_p) * samples) ** 0.5
         assert float((dropped.mean(others) - dropout_p).abs().max()) < 5 * spread, dims
@@ -34,7 +34,7 @@ def test_rate(dropout_p: float) -> None:
 
 @pytest.mark.parametrize("dim", range(4))
 def test_neighbours_are_independent(dim: int) -> None:
-    """Half of all neighbours along each axis differ, also of those that are a few apart."""
+    """Half of all pairs at small distances along an axis differ, as independent draws do."""
     torch.manual_seed(1)
     mask = dropout_mask(8, 9, 100, 100, 0.5)
     for distance in (1, 2, 3, 4, 8)[: 5 if dim > 1 else 4]:
@@ -45,16 +45,16 @@ def test_neighbours_are_independent(dim: int) -> None:
 
 @pytest.mark.parametrize("dropout_p", [0.2, 0.7])
 def test_the_mask_is_what_is_kept(dropout_p: float, way: Way) -> None:
-    """Values that are the identity show what is left of the probabilities, and such a d_out what is left of them in the backward:
-    dropout_mask, after the same torch.manual_seed, though torch's generator has moved on before the backward. The gradient of a
-    table of values, along its diagonals, has it as well. lse is that of the call without dropout."""
+    """out of identity values shows what the forward drops, and an identity d_out what the backward drops: both match dropout_mask
+    after the same torch.manual_seed, although torch's generator has changed before the backward. So does the gradient of
+    rel_value. lse is that of the call without dropout."""
     length = 35
     identity = torch.eye(length, dtype=way.dtype)
     inputs = operator_inputs(way, length, length, num_rows=2 * length - 1, rel_bias=False, per_head=True)
     inputs = inputs._replace(
         value=identity.expand(2, 1, -1, -1), rel_value=torch.zeros(2, 2 * length - 1, length, dtype=way.dtype)
     )
-    leaves = [each.clone().requires_grad_() for each in (inputs.value, inputs.terms()["rel_value"])]
+    leaves = [tensor.clone().requires_grad_() for tensor in (inputs.value, inputs.terms()["rel_value"])]
 
     def attend(p: float) -> Any:
         value, rel_value = leaves
@@ -80,7 +80,7 @@ def test_the_mask_is_what_is_kept(dropout_p: float, way: Way) -> None:
 
 @pytest.mark.parametrize("dropout_p", [2**-32, 0.3, 1.0])
 def test_results(dropout_p: float, way: Way) -> None:
-    """All results, where next to nothing is dropped, something or everything: then out is 0, and only lse has gradients."""
+    """All results are right if almost nothing, some or all probabilities are dropped; then out and gradients from it are 0."""
     inputs = operator_inputs(way)
     arguments: dict[str, Any] = {"enable_gqa": True, "window_size": (25, 30), "dropout_p": dropout_p}
     results = way.results(inputs, **arguments)
@@ -91,8 +91,7 @@ def test_results(dropout_p: float, way: Way) -> None:
 
 
 def test_only_dropout_moves_the_generator(way: Way) -> None:
-    """The same seed gives the same call, and each call draws for itself; dropout_p = 0 is the call without it, and draws
-    nothing."""
+    """The same seed gives the same results, further calls give others; dropout_p = 0 draws nothing and changes nothing."""
     inputs = operator_inputs(way, 5, 6)
 
     def out(**arguments: Any) -> torch.Tensor:
@@ -109,7 +108,7 @@ def test_only_dropout_moves_the_generator(way: Way) -> None:
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoint_draws_the_same_again(use_reentrant: bool, way: Way) -> None:
-    """The forward that activation checkpointing repeats drops what the first did."""
+    """The forward that activation checkpointing repeats drops the same probabilities."""
     inputs = operator_inputs(way, 9, 10)
     gradients = []
     for checkpointed in (False, True):

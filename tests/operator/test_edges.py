@@ -1,4 +1,4 @@
-"""Calls at the edges of the definition: each mask, queries that see nothing, the lowest numbers, and NaN where nobody sees it."""
+"""Edge cases: diagonals of tables, masks, queries without visible keys, extreme mask values, and NaN in hidden inputs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from tests.check import Way, check
 from tests.expected import TABLES, assert_table_gradient, exact_results
 from tests.samples import Sample
-from tests.tolerance import assert_bit_equal, tolerance_of, within
+from tests.tolerance import assert_at_most, assert_bit_equal, dtype_tolerance
 from triton_relattn import RelativePositions
 from triton_relattn.testing import Inputs, make_inputs
 
@@ -27,20 +27,19 @@ FURTHER: dict[str, Any] = {"softcap": 5.0, "dropout_p": 0.3}
 
 
 def all_terms(way: Way, positions: RelativePositions, sizes: tuple[int, ...] = (QUERIES, KEYS), **others: Any) -> Inputs:
-    """Inputs with every table, and a query of its own for rel_key. blockwise has in default blocks only those that it computes at
-    once: in small ones it has all."""
+    """Inputs with all tables and a rel_query; for blockwise in default blocks only with those terms that it computes at once."""
     further = way != Way("blockwise")
     terms: dict[str, Any] = {"rel_width": 4, "rel_value": further, "rel_bias": True, "rel_p2c": further}
     given = {"num_rows": positions.num_rows, "dtype": way.dtype, "seed": 4, **terms, **others}
     return make_inputs(BATCH, HEADS, sizes[0], sizes[1], way.width, **given)
 
 
-# Table rows: each belongs to one diagonal. Nothing else moves with it, and nothing else gets its gradient.
+# Table rows: each belongs to one diagonal, and changes nothing else.
 
 
 @pytest.mark.parametrize(("query_offset", "r"), [(0, -9), (0, 0), (0, 2), (4, 11), (4, -1), (-3, 0)])
 def test_one_table_row_moves_only_its_diagonal(query_offset: int, r: int, way: Way) -> None:
-    """Values that are the identity show the probabilities: exactly the logits with j - i - query_offset = r change."""
+    """Changing one row changes exactly the logits with j - i - query_offset = r, which identity values show in out."""
     inputs = make_inputs(1, 2, 33, 35, 16, 35, num_rows=41, dtype=way.dtype, seed=r + 20)
     assert inputs.rel_key is not None
     table = torch.zeros_like(inputs.rel_key)
@@ -55,16 +54,16 @@ def test_one_table_row_moves_only_its_diagonal(query_offset: int, r: int, way: W
     changed, plain = logits(table), logits(None)
     i, j = torch.arange(33)[:, None], torch.arange(35)
     moved = torch.where(j - i - query_offset == r, (inputs.query @ table[r + 20] / 4).double()[..., None], 0)
-    # Of each of the two a handful of numbers are rounded that are at most as large as the largest logit.
+    # Both sums round a few values that are at most as large as the largest logit.
     rounding = 16 * torch.finfo(way.dtype).eps * max(float(plain.abs().max()), float(changed.abs().max()))
     assert rounding < moved.abs().max()
-    within("change of the logits", (changed - plain - moved).abs(), rounding)
+    assert_at_most("change of the logits", (changed - plain - moved).abs(), rounding)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, None], ids=["float16", "exact"])
 @pytest.mark.parametrize("outside", ["clamp", "zero"])
 def test_one_hot_d_out_reaches_only_its_pairs(outside: Any, dtype: torch.dtype | None, way: Way) -> None:
-    """The gradient of one query's output touches its own row, its visible keys and their table rows; all else is exactly zero."""
+    """The gradient of one query's output is zero except in its own row, its visible keys and their table rows."""
     inputs = make_inputs(2, 2, 40, 50, way.width, num_rows=31, dtype=dtype or way.dtype, seed=2)
     d_out = torch.zeros_like(inputs.d_out)
     d_out[1, 0, 21, 2] = 1
@@ -86,9 +85,9 @@ def test_one_hot_d_out_reaches_only_its_pairs(outside: Any, dtype: torch.dtype |
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_a_bias_in_float32(dtype: torch.dtype, way: Way) -> None:
-    """rel_bias may stay in float32 beside inputs of 16 bits; its gradient is float32, and not rounded to 16 bits on the way."""
+    """With inputs in 16 bits, a float32 rel_bias has a float32 gradient that was never rounded to 16 bits."""
     if way.implementation == "triton" and dtype == torch.bfloat16:
-        pytest.skip("the interpreter computes bfloat16 otherwise")
+        pytest.skip("the interpreter computes bfloat16 differently")
     inputs = make_inputs(2, 2, 33, 35, 16, num_rows=21, rel_bias=True, dtype=dtype, seed=0)
     assert inputs.rel_bias is not None
     inputs = inputs._replace(rel_bias=inputs.rel_bias.float())
@@ -108,8 +107,8 @@ OFFSETS: tuple[int | torch.Tensor, ...] = (0, 5, -4, torch.tensor([3, -6]))
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_what_is_seen(is_causal: bool, way: Way) -> None:
-    """Values that are the identity show the probabilities: positive for exactly the keys that no mask hides."""
+def test_visible_keys(is_causal: bool, way: Way) -> None:
+    """Probabilities, shown by identity values, are positive for exactly the keys that no mask hides."""
     query, key = make_inputs(BATCH, HEADS, QUERIES, KEYS, way.width, num_rows=None, dtype=way.dtype, seed=0)[:2]
     identity = torch.eye(KEYS, dtype=way.dtype).expand(BATCH, HEADS, KEYS, KEYS)
     lengths, mask = torch.tensor([KEYS, 6]), torch.ones(HEADS, 1, KEYS, dtype=torch.bool)
@@ -119,10 +118,10 @@ def test_what_is_seen(is_causal: bool, way: Way) -> None:
         masks: dict[str, Any] = {"is_causal": is_causal, "window_size": window_size, "query_offset": query_offset}
         probs, _ = way.attend(query, key, identity, **masks, key_lengths=lengths, attn_mask=mask)
         r = j - i - torch.as_tensor(query_offset).view(-1, 1, 1, 1)
-        seen = mask & (j < lengths.view(-1, 1, 1, 1)) & ((r <= 0) | (not is_causal))
+        visible = mask & (j < lengths.view(-1, 1, 1, 1)) & ((r <= 0) | (not is_causal))
         for size, side in zip(window_size, (-r, r), strict=True):
-            seen = seen & ((side <= size) | (size < 0))
-        assert torch.equal(probs > 0, seen.expand_as(probs)), masks
+            visible = visible & ((side <= size) | (size < 0))
+        assert torch.equal(probs > 0, visible.expand_as(probs)), masks
 
 
 @pytest.mark.parametrize(
@@ -131,10 +130,10 @@ def test_what_is_seen(is_causal: bool, way: Way) -> None:
     ids=["exact", "exact_and_float32", "float16_and_float32"],
 )
 def test_a_mask_of_the_lowest_number(dtype: torch.dtype | None, mask_dtype: torch.dtype | None, way: Way) -> None:
-    """It is finite, so it hides nothing: a row of it, beside which all logits vanish, is uniform, as softmax has it, and lse is
-    that number. Where only some keys have it, they are as good as hidden."""
+    """finfo.min is finite and hides nothing: a query with it at all keys attends uniformly, and lse is that value. Keys that have
+    it beside others get no weight."""
     if dtype == torch.float16 and way.implementation == "reference":
-        pytest.skip("plain torch adds in float16, where that number is -inf")
+        pytest.skip("plain torch adds in float16, where that value is -inf")
     dtype, positions = dtype or way.dtype, POSITIONS["clamp"]
     mask = torch.zeros(QUERIES, KEYS, dtype=mask_dtype or dtype)
     lowest = torch.finfo(mask.dtype).min
@@ -143,19 +142,19 @@ def test_a_mask_of_the_lowest_number(dtype: torch.dtype | None, mask_dtype: torc
     results = way.results(inputs, positions=positions, attn_mask=mask)
     golden: Any = exact_results(inputs, positions=positions, attn_mask=mask)
     golden["out"][:, :, 5] = inputs.value.double().mean(2)
-    # In 16 bits P, dS, out for delta and the result are rounded: half a unit each, with a factor of two to spare.
-    relative = 4 * torch.finfo(dtype).eps if dtype == torch.float16 else tolerance_of(dtype)
+    # In 16 bits P, dS, out for delta and the result are rounded: half a unit each, with a factor of two of room.
+    relative = 4 * torch.finfo(dtype).eps if dtype == torch.float16 else dtype_tolerance(dtype)
     for name, result in results.items():
         assert result.isfinite().all(), name
         error, exact = result.double() - golden[name], golden[name]
         if name == "lse":
-            within(name, (error[:, :, 5] / lowest).abs(), tolerance_of(result.dtype))
+            assert_at_most(name, (error[:, :, 5] / lowest).abs(), dtype_tolerance(result.dtype))
             error[:, :, 5], exact[:, :, 5] = 0, 0
-        within(name, error.norm(), relative * float(exact.norm()))
+        assert_at_most(name, error.norm(), relative * float(exact.norm()))
 
 
 def test_a_mask_of_minus_1e9(way: Way) -> None:
-    """Such a number hides keys as a bool mask does."""
+    """-1e9 hides keys as a bool mask does."""
     inputs = all_terms(way, POSITIONS["zero"])
     visible = torch.arange(KEYS) % 3 != torch.arange(QUERIES)[:, None] % 4
     arguments: dict[str, Any] = {"positions": POSITIONS["zero"], "softcap": 20.0}
@@ -165,12 +164,12 @@ def test_a_mask_of_minus_1e9(way: Way) -> None:
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_bias_that_hides_keys(masked: bool, way: Way) -> None:
-    """A query whose logits are all -inf, by the bias alone or with a mask, sees nothing; the others are as with a bool mask."""
+    """A query whose logits are all -inf, by rel_bias alone or with a mask, sees nothing; others are as with a bool mask."""
     inputs = all_terms(way, RelativePositions(-29, 39), (30, 40))._replace(rel_value=None)
     positions, mask = RelativePositions(-29, 39), torch.arange(40) > 3 if masked else torch.ones(40, dtype=torch.bool)
     assert inputs.rel_bias is not None
     bias = inputs.rel_bias.clone()
-    bias[29 - 6 :] = -math.inf  # only keys more than six before the query are seen
+    bias[29 - 6 :] = -math.inf  # only keys more than six before the query are visible
     results = way.results(inputs._replace(rel_bias=bias), positions=positions, attn_mask=mask if masked else None)
     visible = (torch.arange(40) - torch.arange(30)[:, None] < -6) & mask
     assert_blind(results, (~visible.any(-1)).expand(BATCH, HEADS, 30))
@@ -178,7 +177,7 @@ def test_a_bias_that_hides_keys(masked: bool, way: Way) -> None:
     way.check(results, inputs, positions=positions, attn_mask=visible)
 
 
-# Queries that see nothing: out 0, lse -inf, gradients exactly 0, and all that is beside them as ever.
+# Queries that see nothing: out 0, lse -inf, gradients exactly 0, and no change of other queries.
 
 
 def bool_mask(*hidden_rows: int) -> torch.Tensor:
@@ -221,16 +220,16 @@ BLIND: dict[str, tuple[dict[str, Any], torch.Tensor]] = {
     ),
 }
 
-KINDS_OF_BLIND: list[tuple[str, str, dict[str, Any], torch.dtype | None]] = [
+BLIND_CASES: list[tuple[str, str, dict[str, Any], torch.dtype | None]] = [
     *((case, kind, PLAIN, None) for case, kind in zip(BLIND, itertools.cycle(["clamp", "zero", "full"]), strict=False)),
     *((case, kind, FURTHER, None) for case, kind in zip(list(BLIND)[::2], itertools.cycle(["zero", "clamp"]), strict=False)),
     *((case, "clamp", PLAIN, torch.float16) for case in ("bool_mask", "float_mask_of_all", "lengths", "window_beside")),
 ]
 
 
-@pytest.mark.parametrize(("case", "kind", "options", "dtype"), KINDS_OF_BLIND, ids=lambda each: "" if each == PLAIN else None)
+@pytest.mark.parametrize(("case", "kind", "options", "dtype"), BLIND_CASES, ids=lambda value: "" if value == PLAIN else None)
 def test_rows_that_see_nothing(case: str, kind: str, options: dict[str, Any], dtype: torch.dtype | None, way: Way) -> None:
-    """By each mask, also for rows that share a block with rows that see something."""
+    """Queries that each kind of mask leaves without keys, also in a block with other queries."""
     arguments, blind = BLIND[case]
     inputs = all_terms(way, POSITIONS[kind], dtype=dtype or way.dtype)
     results = way.results(inputs, positions=POSITIONS[kind], **arguments, **options)
@@ -239,7 +238,7 @@ def test_rows_that_see_nothing(case: str, kind: str, options: dict[str, Any], dt
 
 
 def assert_blind(results: dict[str, torch.Tensor], blind: torch.Tensor) -> None:
-    """Results are those of queries of which the blind ones (B, H, Nq) see nothing."""
+    """Assert out 0, lse -inf and gradients 0 of the blind queries (B, H, Nq), and finite results elsewhere."""
     assert blind.any() and torch.equal(results["lse"] == -math.inf, blind)
     for name in ("out", "d_query", "d_rel_query"):
         assert name not in results or not results[name][blind].any(), name
@@ -252,7 +251,7 @@ def assert_blind(results: dict[str, torch.Tensor], blind: torch.Tensor) -> None:
     "case", ["bool_mask", "lengths", "causal_offsets", "window_future", "window_and_length", "mask_and_causal"]
 )
 def test_nan_in_queries_that_see_nothing(case: str, way: Way) -> None:
-    """Their rows are as ever, and only gradients of what the query itself is multiplied with get NaN."""
+    """NaN in such queries reaches no result except the gradients of key and rel_key, the operands of products with queries."""
     arguments, blind = BLIND[case]
     inputs = all_terms(way, POSITIONS["clamp"])
     spoilt = {name: getattr(inputs, name).masked_fill(blind[:, None, :, None], math.nan) for name in ("query", "rel_query")}
@@ -289,8 +288,8 @@ RUNS = [*itertools.product(UNSEEN, [0, 1])]
 
 @pytest.mark.parametrize(("case", "number"), RUNS)
 def test_nan_that_no_query_sees(case: str, number: int, tiled: Way) -> None:
-    """Keys and values that no query sees, and table rows that no visible pair has, may hold NaN: dS is 0 there, but 0 times NaN
-    is NaN. With one table, or with all of them, softcap, dropout and terms that end where the table does."""
+    """Keys and values that no query sees, and table rows without a visible pair, may hold NaN, although 0 times NaN is NaN. With
+    one table, and with all tables, softcap, dropout and positions outside="zero"."""
     further: dict[str, Any] = {"tables": ("rel_key",)}
     if number:
         further = {"tables": TABLES, "rel_width": 4, "softcap": 5.0, "dropout_p": 0.3}
@@ -302,7 +301,7 @@ def test_nan_that_no_query_sees(case: str, number: int, tiled: Way) -> None:
     check(Sample(**sizes, **fields, dtype=dtype, seed=number, spoilt="nan"), tiled)  # type: ignore[arg-type]
 
 
-# NaN that somebody sees, which goes no further.
+# NaN in visible inputs reaches only what depends on them.
 
 WITH_NAN = [
     *itertools.product(["query", "d_out"], POSITIONS, [{"is_causal": True}]),
@@ -313,8 +312,8 @@ WITH_NAN = [
 
 @pytest.mark.parametrize(("name", "kind", "arguments"), WITH_NAN, ids=str)
 def test_nan_in_one_query_stays_in_its_row(name: str, kind: str, arguments: dict[str, Any], tiled: Way) -> None:
-    """NaN in a row of a query, or of d_out, reaches only that row and the gradients that it adds to: its head's keys, values and
-    tables. All else is bit-equal."""
+    """NaN in a row of query or d_out reaches only that row and its head's gradients of keys, values and tables. All else has the
+    same bits."""
     inputs = all_terms(tiled, POSITIONS[kind], (40, 29), per_head=True, rel_p2c=False, dtype=torch.float32)
     spoilt = getattr(inputs, name).clone()
     spoilt[1, 1, 20] = math.nan
@@ -342,7 +341,7 @@ def test_nan_in_one_query_stays_in_its_row(name: str, kind: str, arguments: dict
     ids=["mask", "causal", "window"],
 )
 def test_nan_in_a_key_stays_with_those_that_see_it(masks: dict[str, Any], hidden: slice, tiled: Way) -> None:
-    """Forward, NaN in key 4 reaches no query that mask or window hide it from."""
+    """NaN in key 4 reaches out and lse of no query that it is hidden from."""
     inputs = all_terms(tiled, POSITIONS["clamp"])
     key = inputs.key.clone()
     key[:, :, 4] = math.nan
@@ -352,6 +351,6 @@ def test_nan_in_a_key_stays_with_those_that_see_it(masks: dict[str, Any], hidden
         assert torch.equal(results[name][:, :, hidden], expected[name][:, :, hidden]), name
     shown = [query for query in range(QUERIES) if query not in range(QUERIES)[hidden]]
     assert results["lse"][:, :, shown].isnan().all()
-    if not shown:  # 0 times NaN is NaN only in gradients of what the key is multiplied with
+    if not shown:  # 0 times NaN is NaN: only gradients of the operands of products with keys have it
         for name in results.keys() - {"d_query", "d_key", "d_rel_p2c"}:
             assert torch.equal(results[name], expected[name]), name

@@ -1,5 +1,4 @@
-"""Tensors of any layout and size: strides, tensors that are one, edits in place, nothing at all, large numbers, and those that
-torch wraps."""
+"""Tensors of any layout: strides, shared tensors, edits in place, empty ones, large values, and tensors that torch wraps."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ import torch
 from tests.check import Way
 from tests.expected import exact_results
 from tests.samples import in_memory_order, with_different_strides
-from tests.tolerance import assert_bit_equal, assert_near, within
+from tests.tolerance import assert_at_most, assert_bit_equal, assert_near
 from triton_relattn import decomposed_relative_attention
 from triton_relattn.testing import Inputs, assert_within_budget, make_inputs
 
@@ -52,7 +51,7 @@ LAYOUTS: dict[str, Callable[[Any], Inputs]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strides(layout: str, way: Way) -> None:
-    """Views give what their contiguous copies give, the kernels bit for bit; gradients have the memory order of their tensors."""
+    """Views give the results of contiguous copies, in the kernels with equal bits; gradients keep the memory order of inputs."""
     inputs = LAYOUTS[layout](make_inputs(2, 3, 35, 35, way.width, num_rows=21, dtype=way.dtype, seed=6))
     contiguous = Inputs(*(None if tensor is None else tensor.contiguous() for tensor in inputs))  # type: ignore[arg-type]
     assert any(not tensor.is_contiguous() or tensor.storage_offset() for tensor in inputs if tensor is not None)
@@ -69,26 +68,26 @@ def test_strides(layout: str, way: Way) -> None:
 
 @pytest.mark.parametrize("names", [("query", "key"), ("key", "value")], ids="_".join)
 def test_one_tensor_as_several_inputs(names: tuple[str, ...], way: Way) -> None:
-    """The gradient of the shared tensor is the sum of those of the single inputs."""
+    """The gradient of a tensor passed as several inputs is the sum of their gradients."""
     inputs = make_inputs(1, 2, 33, 33, way.width, num_rows=9, dtype=way.dtype, seed=8)
     inputs = inputs._replace(**dict.fromkeys(names, inputs.query))
     shared = inputs.query.clone().requires_grad_()
     tensors = {**inputs._asdict(), **dict.fromkeys(names, shared)}
     results = way.attend(*(tensors[name] for name in ("query", "key", "value", "rel_key")), is_causal=True)
     (gradient,) = torch.autograd.grad(results, shared, (inputs.d_out, inputs.d_lse))
-    apart = way.results(inputs, is_causal=True)
-    way.check(apart, inputs, is_causal=True)
-    gradients = torch.stack([apart[f"d_{name}"] for name in names])
-    # Two sums, or three where one gradient is a sum itself, in any order: half a unit each of the largest number.
+    separate = way.results(inputs, is_causal=True)
+    way.check(separate, inputs, is_causal=True)
+    gradients = torch.stack([separate[f"d_{name}"] for name in names])
+    # Two additions, or three where one gradient is itself a sum: half a unit of the largest value each.
     rounding = 3 * torch.finfo(way.dtype).eps * gradients.abs().amax((1, 2, 3, 4)).sum()
-    within("gradient", (gradient - gradients.sum(0)).abs(), rounding)
+    assert_at_most("gradient", (gradient - gradients.sum(0)).abs(), rounding)
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value", "rel_key", "out"])
 def test_edit_in_place_after_the_forward(name: str, tiled: Way) -> None:
-    """The backward would read the edited tensor (kernels read out, too): the version counter makes that an error."""
+    """The backward reads saved inputs (kernels also out): an edit in between is an error, by torch's version counter."""
     if name == "out" and tiled.implementation != "triton":
-        pytest.skip("it reads no out")
+        pytest.skip("its backward does not read out")
     inputs = make_inputs(1, 2, 12, 12, tiled.width, num_rows=7, dtype=tiled.dtype, seed=8)
     fields = ("query", "key", "value", "rel_key")
     used = {field: getattr(inputs, field).clone().requires_grad_() * 1 for field in fields}
@@ -101,7 +100,7 @@ def test_edit_in_place_after_the_forward(name: str, tiled: Way) -> None:
 @pytest.mark.parametrize("empty", ["batch", "heads", "queries", "keys"])
 @pytest.mark.parametrize(("num_rows", "per_head"), [(None, False), (5, False), (5, True)])
 def test_empty(empty: str, num_rows: int | None, per_head: bool, way: Way) -> None:
-    """Right shapes, zero gradients, and without keys out 0 and lse -inf."""
+    """Empty dimensions give the right shapes and zero gradients; without keys out is 0 and lse -inf."""
     sizes = [0 if empty == name else size for name, size in zip(("batch", "heads", "queries", "keys"), (2, 3, 4, 6), strict=True)]
     inputs = make_inputs(*sizes, 8, 5, num_rows=num_rows, per_head=per_head, dtype=torch.float32, seed=0)  # type: ignore[misc, arg-type]
     results = way.results(with_different_strides(inputs))
@@ -116,10 +115,10 @@ def test_empty(empty: str, num_rows: int | None, per_head: bool, way: Way) -> No
 @pytest.mark.parametrize(("logit", "spread"), [(1e4, 1.0), (-1e4, 1.0), (-200.0, 0.01)])
 @pytest.mark.parametrize(("num_rows", "num_keys"), [(33, 65), (129, 65), (33, 129), (17, 137)])
 def test_large_logits_in_float16(logit: float, spread: float, num_rows: int, num_keys: int, tiled: Way) -> None:
-    """Logits of +-1e4, and all logits near -200 with lengths that divide no block, which made NaN in dQ elsewhere.
+    """Logits of +-1e4, and logits near -200 with lengths that do not fill blocks, which made NaN in dQ in other libraries.
 
-    Plain torch computes the same numbers in float32: in float16 it would round logits of 1e4 to multiples of 8. Kernels scale
-    logits to base 2, one more rounding of a number as large as the logit.
+    The budget is the error of plain torch in float32: in float16 it rounds logits of 1e4 to multiples of 8. Kernels scale logits
+    to base 2, which is one more rounding.
     """
     inputs = make_inputs(1, 2, 33, num_keys, 16, num_rows=num_rows, dtype=torch.float64, seed=9)
     level = math.sqrt(abs(logit) * 4 / 16)  # 16 products, scale 1/4
@@ -143,8 +142,8 @@ def test_no_heads_of_the_query(way: Way) -> None:
         assert torch.equal(gradient, torch.zeros_like(gradient))
 
 
-# Tensors that torch negates lazily, or wraps for its transforms. Their memory is not what they stand for, or they have none:
-# what computes an operator must not get them before torch's dispatcher has seen them.
+# Lazily negated tensors and tensors wrapped by torch's transforms: their memory does not hold their values. The implementations
+# must get them only after torch's dispatcher has resolved them.
 
 
 def make_leaves(way: Way) -> list[torch.Tensor]:
@@ -153,7 +152,7 @@ def make_leaves(way: Way) -> list[torch.Tensor]:
 
 
 def test_lazy_negation(way: Way) -> None:
-    """Of values, and of the gradient of out: a conjugate has a bit that says so, and its imaginary part another."""
+    """value and d_out with torch's negation bit, as the imaginary part of a conjugate has it, give the same bits as copies."""
     query, key, value, table = make_leaves(way)
     lazy = torch.complex(value, value).detach().conj().imag
     assert lazy.is_neg()
@@ -163,36 +162,36 @@ def test_lazy_negation(way: Way) -> None:
     out, _ = way.attend(query, key, value, table)
     d_out = torch.randn_like(out)
     lazy = torch.complex(d_out, d_out).conj().imag
-    for found, other in zip(*(torch.autograd.grad(out, value, each, retain_graph=True) for each in (lazy, -d_out)), strict=True):
-        assert torch.equal(found, other)
+    d_values = [torch.autograd.grad(out, value, cotangent, retain_graph=True)[0] for cotangent in (lazy, -d_out)]
+    assert torch.equal(*d_values)
 
 
 def test_lazy_negation_on_a_grid(way: Way) -> None:
     query, key, value = (torch.randn(1, 2, 12, way.width, dtype=way.dtype) for _ in range(3))
     rel_h, rel_w = (torch.randn(2 * length - 1, way.width, dtype=way.dtype) for length in (3, 4))
     lazy, negated = (
-        decomposed_relative_attention(query, key, each, rel_h, rel_w, (3, 4), implementation=way.implementation)
-        for each in (value._neg_view(), -value)
+        decomposed_relative_attention(query, key, values, rel_h, rel_w, (3, 4), implementation=way.implementation)
+        for values in (value._neg_view(), -value)
     )
     assert torch.equal(lazy, negated)
 
 
 def test_several_gradients_at_once(way: Way) -> None:
-    """is_grads_batched=True is a vmap of its own, which pushes no transform."""
+    """is_grads_batched=True gives the gradients of single calls."""
     leaves = make_leaves(way)
     out, _ = way.attend(*leaves)
     d_outs = torch.randn(3, *out.shape, dtype=out.dtype)
     together = torch.autograd.grad(out, leaves, d_outs, is_grads_batched=True, retain_graph=True)
-    alone = [torch.autograd.grad(out, leaves, each, retain_graph=True) for each in d_outs]
-    for found, expected in zip(together, zip(*alone, strict=True), strict=True):
+    single = [torch.autograd.grad(out, leaves, d_out, retain_graph=True) for d_out in d_outs]
+    for found, expected in zip(together, zip(*single, strict=True), strict=True):
         if way.implementation == "reference":  # torch may add in another order
             assert_near("gradients", found, torch.stack(expected))
         else:
             assert torch.equal(found, torch.stack(expected))
 
 
-def test_a_function_of_gradients_outside_its_transform(way: Way) -> None:
-    """That of torch.func.vjp meets tensors whose transform is over. Second derivatives through it are refused, not left out."""
+def test_vjp_outside_its_transform(way: Way) -> None:
+    """The function returned by torch.func.vjp works later; second derivatives through it raise an error instead of being 0."""
     leaves = make_leaves(way)
 
     def attend(*tensors: torch.Tensor) -> Any:

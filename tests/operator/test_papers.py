@@ -1,4 +1,4 @@
-"""The papers' own algorithms, dense, as their code writes them, against the call that replaces each: out and every gradient."""
+"""The papers' algorithms, dense, as their code computes them, against the equivalent call: out and all gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from tests.check import WAYS, Way
 from tests.expected import exact_results
-from tests.tolerance import assert_near, tolerance_of
+from tests.tolerance import assert_near, dtype_tolerance
 from triton_relattn import RelativePositions, fused_relative_attention, tables
 from triton_relattn.testing import Inputs
 
@@ -22,17 +22,17 @@ Attention = Callable[..., Tensor]
 
 @pytest.fixture(params=[way for way in WAYS if not way.small], ids=str)
 def attend(request: pytest.FixtureRequest) -> Attention:
-    """The public function, computed in the most precise dtype that the way has; results in float64."""
+    """The public function in the most precise dtype of each implementation, with results converted to float64."""
     way: Way = request.param
 
     def attend(*tensors: Tensor, **arguments: Any) -> Tensor:
         given = [tensor.to(way.dtype) for tensor in tensors]
-        named = {name: each.to(way.dtype) if is_floating(each) else each for name, each in arguments.items()}
+        named = {name: value.to(way.dtype) if is_floating(value) else value for name, value in arguments.items()}
         out = fused_relative_attention(*given, **named, implementation=way.implementation)  # type: ignore[arg-type]
         assert isinstance(out, Tensor) and out.dtype == way.dtype
         return out.double()
 
-    attend.tolerance = tolerance_of(way.dtype)  # type: ignore[attr-defined]
+    attend.tolerance = dtype_tolerance(way.dtype)  # type: ignore[attr-defined]
     return attend
 
 
@@ -41,7 +41,7 @@ def is_floating(argument: object) -> bool:
 
 
 def check(model: Attention, ours: Attention, attend: Attention, **shapes: tuple[int, ...]) -> None:
-    """Both of the same random parameters: equal out, and equal gradients of each parameter, none of which is zero."""
+    """Assert equal out and equal, nonzero gradients of random parameters of these shapes."""
     torch.manual_seed(0)
     parameters = {name: torch.randn(shape, dtype=torch.float64, requires_grad=True) for name, shape in shapes.items()}
     expected, actual = model(**parameters), ours(**parameters)
@@ -76,7 +76,7 @@ def shift(scores: Tensor) -> Tensor:
 def diagonal_stacking(query: Tensor, general_table: Tensor, num_keys: int) -> Tensor:
     """S = truncate(transpose(diagonals(Q E))), E (d, 2T - 1) from the most distant future to the most distant past.
 
-    Key j is met on the diagonal of Q E that starts in column T - 1 - j.
+    The scores of key j are the diagonal of Q E that starts in column T - 1 - j.
     """
     num_queries, max_length = query.shape[-2], (general_table.shape[-1] + 1) // 2
     products = query @ general_table
@@ -194,7 +194,7 @@ def t5_buckets_of_pairs(relative_position: Tensor, bidirectional: bool = True) -
 
 
 def test_t5_encoder(attend: Attention) -> None:
-    """The rows -24 .. 24 serve any length: from max_distance on, the bucket stays the same."""
+    """The rows -24 .. 24 are enough for any length: the bucket is constant from max_distance on."""
     bucket = t5_buckets_of_pairs(distances(40, 40))
 
     def model(query: Tensor, key: Tensor, value: Tensor, weight: Tensor) -> Tensor:
@@ -339,5 +339,5 @@ def test_two_by_two_by_hand(way: Way) -> None:
     }
     exact = exact_results(inputs)
     for name, result in way.results(inputs.to(way.dtype), scale=1.0).items():
-        assert_near(name, result.double(), expected[name], tolerance=tolerance_of(way.dtype), smallest=1.0)
+        assert_near(name, result.double(), expected[name], tolerance=dtype_tolerance(way.dtype), smallest=1.0)
         assert_near(name, exact[name], expected[name])

@@ -24,7 +24,7 @@ from triton_relattn.testing import dropout_mask, forward_backward, make_inputs
 TABLES = ("rel_key", "rel_value", "rel_bias", "rel_p2c")
 
 
-# Packed sequences: each as if it were alone, with NaN in what none of its queries sees.
+# Packed sequences: the same as separate ones, with NaN in keys and values that no query sees.
 
 SEQUENCES = Sample(group=2, tables=TABLES, rel_width=4, spoilt="nan")
 CLAMPED, PAST = (-4, 6, "clamp"), (-30, 0, "clamp")
@@ -63,13 +63,13 @@ def test_packed_sequences(case: str, way: Way) -> None:
     check(replace(SEQUENCES, dtype=str(way.dtype).removeprefix("torch."), **PACKINGS[case]), way)
 
 
-# Parts of a call, as ranks have them: as implementations get them, because one process has no public function for them.
+# Parts of a call as ranks compute them, by private functions: in one process there is no public one.
 
 BATCH, HEADS, LENGTH, DROPOUT_P = slice(1, 3), slice(2, 5), 33, 0.4
 
 
 def resolved(*tensors: torch.Tensor | None, **arguments: Any) -> tuple[AttentionTensors, AttentionSpec]:
-    """A call that has been checked; what it drops is drawn after torch.manual_seed(0)."""
+    """A validated call, with a dropout seed drawn after torch.manual_seed(0)."""
     call, spec = resolve(Arguments(*tensors, **arguments))  # type: ignore[arg-type]
     if spec.dropout_p > 0:
         torch.manual_seed(0)
@@ -78,43 +78,43 @@ def resolved(*tensors: torch.Tensor | None, **arguments: Any) -> tuple[Attention
 
 
 def part(call: AttentionTensors, first_query: int, first_key: int) -> AttentionTensors:
-    """A call as a part of a larger one, with the sequences and heads BATCH and HEADS, queries and keys from these on."""
+    """The call as a part of a larger one: sequences BATCH, heads HEADS, and queries and keys from these on."""
     origins = whole_origins(BATCH.stop, HEADS.stop, call.query.device)[BATCH, HEADS]
     return call._replace(dropout_origins=origins + torch.tensor([0, 0, first_query, first_key]))
 
 
 def whole_mask(first_query: int, first_key: int) -> torch.Tensor:
-    """What is kept of the whole call's probabilities, in a part with these of its sequences and heads."""
+    """The part of the whole call's dropout mask that belongs to :func:`part`."""
     torch.manual_seed(0)
     whole = dropout_mask(3, 5, LENGTH + first_query, LENGTH + first_key, DROPOUT_P)
     return whole[BATCH, HEADS, first_query:, first_key:]
 
 
 def identity_values(way: Way) -> list[torch.Tensor]:
-    """Query, key, and values that are the identity."""
+    """Query, key and an identity matrix as values."""
     query, key = make_inputs(2, 3, LENGTH, LENGTH, way.width, num_rows=None, dtype=way.dtype, seed=0)[:2]
     return [query, key, torch.eye(LENGTH, dtype=way.dtype).expand(2, 3, LENGTH, LENGTH).contiguous()]
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_a_part_drops_what_the_whole_drops(is_packed: bool, way: Way) -> None:
-    """Sequences, heads, queries and keys that are not the first: out shows what is kept for values that are the identity, and
-    their gradient for such a d_out."""
+    """A part that starts at later sequences, heads, queries and keys has the whole call's mask: out of identity values shows it,
+    and the gradient of values for an identity d_out."""
     tensors, packing = identity_values(way), dict[str, Any]()
     if is_packed:
-        tensors = [each.transpose(1, 2).flatten(0, 1) for each in tensors]
+        tensors = [tensor.transpose(1, 2).flatten(0, 1) for tensor in tensors]
         packing = {"is_packed": True, "max_seqlen_q": LENGTH, "max_seqlen_k": LENGTH}
         packing |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.arange(3) * LENGTH)
     call, spec = resolved(*tensors, dropout_p=DROPOUT_P, **packing)
     value = call.value.clone().requires_grad_()
     out, _ = relative_attention(part(call._replace(value=value), 7, 5), spec, IMPLEMENTATIONS[way.implementation])
     (d_value,) = torch.autograd.grad(out, value, call.value)
-    by_pair = [each.unflatten(2, (2, LENGTH))[0].transpose(0, 1) if is_packed else each for each in (out, d_value)]
+    by_pair = [result.unflatten(2, (2, LENGTH))[0].transpose(0, 1) if is_packed else result for result in (out, d_value)]
     assert torch.equal(by_pair[0] != 0, whole_mask(7, 5)) and torch.equal(by_pair[1].mT != 0, whole_mask(7, 5))
 
 
 def test_a_part_on_a_grid_drops_what_the_whole_drops(tiled: Way) -> None:
-    """The same of sequences and heads of a call on a grid."""
+    """The same for sequences and heads of a call on a grid."""
     query, _, identity = identity_values(tiled)
     value = identity.clone().requires_grad_()
     call, _ = resolved(query, query, value, dropout_p=DROPOUT_P)
@@ -127,8 +127,8 @@ def test_a_part_on_a_grid_drops_what_the_whole_drops(tiled: Way) -> None:
 
 
 def test_wide_tables(tiled: Way) -> None:
-    """Gradients that ranks will add up are not rounded: of tables in float32 beside a query in float16 they are float32, and
-    once they are rounded, they and out are those of float16."""
+    """Gradients that ranks add up are not rounded: float32 tables with float16 queries have float32 gradients, which equal those
+    of float16 tables once they are rounded."""
     options: dict[str, Any] = {"num_rows": 9, "dtype": torch.float16, "seed": 0, **dict.fromkeys(TABLES, True)}
     inputs = make_inputs(1, 2, LENGTH, LENGTH, tiled.width, **options)
     call, spec = resolved(*inputs[:4], **inputs.terms())
@@ -144,13 +144,13 @@ def test_wide_tables(tiled: Way) -> None:
 
 @pytest.mark.parametrize("num_rows", [None, 9])
 def test_lengths_beyond_the_keys_are_limited(num_rows: int | None, way: Way) -> None:
-    """Elsewhere than on a CPU key_lengths are not checked: they are limited to [0, Nk]."""
+    """key_lengths, which are not checked on a GPU, are limited to [0, Nk]."""
     inputs = make_inputs(2, 1, 40, 21, way.width, num_rows=num_rows, dtype=way.dtype, seed=4)
     call, spec = resolved(*inputs[:4], key_lengths=torch.tensor([21, 0]))
 
     def results(*lengths: int) -> list[torch.Tensor]:
         leaves: dict[str, Any] = {name: getattr(call, name) for name in ("query", "key", "value", "rel_key")}
-        leaves = {name: each.clone().requires_grad_() for name, each in leaves.items() if each is not None}
+        leaves = {name: tensor.clone().requires_grad_() for name, tensor in leaves.items() if tensor is not None}
         limited = call._replace(key_lengths=torch.tensor(lengths), **leaves)
         out, lse = relative_attention(limited, spec, IMPLEMENTATIONS[way.implementation])
         return [out, lse, *torch.autograd.grad((out, lse), list(leaves.values()), (inputs.d_out, inputs.d_lse))]
@@ -165,7 +165,7 @@ def test_lengths_beyond_the_keys_are_limited(num_rows: int | None, way: Way) -> 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
 def test_merged_in_any_order(order: tuple[int, ...], is_causal: bool, way: Way) -> None:
-    """Three blocks of keys, some of which some queries do not see: out, lse and all gradients, also through lse."""
+    """Three blocks of keys, some hidden from some queries: out, lse and all gradients, also through lse."""
     inputs = make_inputs(2, 2, 17, 17, way.width, num_rows=9, dtype=way.dtype, seed=0)
     options: dict[str, Any] = {"is_causal": is_causal, "positions": RelativePositions(-4, 4, "zero")}
 
@@ -182,8 +182,8 @@ def test_merged_in_any_order(order: tuple[int, ...], is_causal: bool, way: Way) 
     way.check(forward_backward(attend, inputs), inputs, query_offset=0, **options)
 
 
-def test_merged_where_nobody_sees_anything() -> None:
-    """Queries that see nothing in one part, or in both: no NaN, in results and gradients; other libraries' NaN has no weight."""
+def test_merged_queries_that_see_nothing() -> None:
+    """Queries without keys in one part, or in both, give no NaN; NaN in out of other libraries gets no weight."""
     out1, out2 = (torch.randn(3, 4, requires_grad=True) for _ in range(2))
     lse1 = torch.tensor([0.3, -torch.inf, -torch.inf], requires_grad=True)
     lse2 = torch.tensor([-torch.inf, 1000.0, -torch.inf], requires_grad=True)
@@ -198,7 +198,7 @@ def test_merged_where_nobody_sees_anything() -> None:
 
 
 def test_merged_weights_that_overflowed() -> None:
-    """A result with lse = +inf has all of the weight; two of them share it, as two equal results of any lse do."""
+    """A result with lse = +inf has all of the weight; two such results have equal weights."""
     out1, out2 = (torch.randn(3, 4, requires_grad=True) for _ in range(2))
     lse1 = torch.tensor([torch.inf, 0.5, torch.inf], requires_grad=True)
     lse2 = torch.tensor([0.5, torch.inf, torch.inf], requires_grad=True)

@@ -1,8 +1,8 @@
-"""Sums over thousands of terms are rounded once: out and all eight gradients, in 16 bits, in every way to compute them.
+"""In 16 bits, sums over thousands of terms are rounded once: out and all eight gradients.
 
-All terms of a sum have one sign, and little but the sum is rounded: a sum in float32 is within one unit of the last place, one
-that is rounded to 16 bits at every tile is off by some. Plain torch's error would hide that. Through lse alone dS is P; through
-out alone the gradients of values are sums of P dO.
+All terms of a sum have one sign, and little else is rounded: a float32 sum is within one unit in the last place, while one that
+is rounded to 16 bits at each tile is several units off. Comparison with plain torch would hide that. With a gradient from lse
+alone dS is P; from out alone the gradients of values are sums of P dO.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.check import WAYS, Way, environment, public_function
 from tests.conftest import INTERPRETED
 from tests.expected import exact
 from tests.samples import Sample
-from tests.tolerance import within
+from tests.tolerance import assert_at_most
 
 TERMS = 1500
 KEYS = Sample(num_queries=2, num_keys=TERMS, cotangents="lse", scale=2.0**-6, dtype="float16", tables=("rel_key",))
@@ -62,4 +62,4 @@ def test_sums_are_rounded_once(way: Way, name: str, dtype: str) -> None:
     total = expected[sample.cotangents == "lse"]
     if leaf is not None:
         (total,) = torch.autograd.grad(total, leaves[wanted], cotangent.to(result.dtype).double())
-    within(name, (found.double() - total).abs(), torch.finfo(found.dtype).eps * total.abs())
+    assert_at_most(name, (found.double() - total).abs(), torch.finfo(found.dtype).eps * total.abs())

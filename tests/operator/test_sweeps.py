@@ -1,6 +1,6 @@
-"""One thing at every place of a tile or block: where a window, a table, the keys or the sequence ends, and where queries begin.
+"""Windows, tables, keys and sequences that end, and queries that begin, at each place of a tile or block.
 
-An edge that is off by one shows only where it lies just on the border of a tile, which few random calls have.
+An edge that is off by one shows only at the border of a tile, which few random calls have.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def causal(shift: int) -> Sample:
 
 
 def sequences(shift: int) -> Sample:
-    """Packed: they begin and end anywhere."""
+    """Packed sequences that begin and end anywhere."""
     return replace(
         LENGTHS, sequences=((shift, SIDE - shift), (SIDE + 1 - shift, shift), (SIDE, SIDE + shift)), query_offset=(0, 3, -5)
     )
@@ -64,9 +64,9 @@ SWEEPS: tuple[Callable[[int], Sample], ...] = (
     *(window, window_of_the_past, window_of_the_future, near_part, near_part_of_the_other_kind, keys, causal, sequences),
 )
 QUICK = window, near_part, near_part_of_the_other_kind
-"""Those that are the first to notice an edge of the kernels, which take a second each in the interpreter."""
+"""The sweeps most likely to notice a wrong edge; the others take too long in the interpreter."""
 SMALL = [way for way in WAYS if way.small]
-RUNS = [pytest.param(each, marks=() if not INTERPRETED or each in QUICK else pytest.mark.thorough) for each in SWEEPS]
+RUNS = [pytest.param(sweep, marks=() if not INTERPRETED or sweep in QUICK else pytest.mark.thorough) for sweep in SWEEPS]
 
 
 @pytest.mark.parametrize("sweep", RUNS, ids=lambda sweep: sweep.__name__)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 WEIGHTS = re.compile(r"output_attentions|test_retain_grad_hidden_states_attentions|test_attention_outputs")
-"""In the name or the message of a test that asks for attention weights, which an enabled model does not have."""
+"""Names and messages of tests that need attention weights, which enabled models do not have."""
 PYTEST = "-m pytest -q -rA --tb=no -p no:cacheprovider -o python_files=cases.py -o addopts= tests/upstream/cases.py"
 
 

@@ -1,7 +1,7 @@
-"""The common tests for every family of models, with every model enabled before it is called first if ENABLED is set.
+"""The common tests for all families of models; if ENABLED is set, models are enabled before their first call.
 
-Collected by :mod:`tests.upstream` alone, which names the folder of transformers in UPSTREAM. The small models are those of
-``bench.families``, or, where these are a part alone (an encoder, a layer, an attention), whole ones.
+Only :mod:`tests.upstream` collects them, with the folder of transformers in UPSTREAM. The small models are those of
+``bench.families``, or whole models if these are only an encoder, a layer or an attention.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ WHOLE: dict[str, tuple[str, Inputs, dict[str, Any]]] = {
     ),
     "vits": ("Vits", tokens, {"flow_size": 16, "spectrogram_bins": 9, "vocab_size": 50, "upsample_initial_channel": 16}),
 }
-"""Whole models, by the beginning of the names of their classes, and settings beside those of the family's small part."""
+"""Whole models: prefix of their classes' names, inputs, and settings beyond those of the family's small part."""
 
 
 def subjects() -> Iterator[Subject]:
@@ -102,7 +102,7 @@ def subjects() -> Iterator[Subject]:
 
 
 def common_tests() -> Any:
-    """The module ``tests.test_modeling_common`` of transformers; mixins that a source distribution leaves out are empty."""
+    """The module ``tests.test_modeling_common`` of transformers; mixins missing in a source distribution are empty."""
     package = types.ModuleType("upstream_tests")
     package.__path__ = [str(FOLDER / "tests")]
     sys.modules["upstream_tests"] = package
@@ -140,7 +140,7 @@ class Tester:
 
 
 def enable_when_called() -> None:
-    """Let every model be enabled when it, or a model that contains it, is called first."""
+    """Enable models when they, or models that contain them, are called first."""
     call, called = nn.Module.__call__, weakref.WeakSet[nn.Module]()
 
     def enabled_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -1,1 +1,1 @@
-"""Runs the PTX that Triton compiles kernels to on the CPU, and reports wrong accesses, missing waits and races; see README.md."""
+"""Runs the PTX of Triton kernels on the CPU, and reports wrong accesses, missing waits and races; see README.md."""

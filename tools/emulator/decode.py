@@ -1,7 +1,7 @@
-"""Decode PTX for the core: which operation each instruction is, on which registers.
+"""Decode PTX for the core: the operation and the registers of each instruction.
 
-An instruction is a result for each lane, listed with its opcode in core/lanewise.def, or one of the families below, each a
-function with the pattern of its opcodes. What is neither raises UnknownPTX.
+Instructions either compute one result per lane and are listed in core/lanewise.def, or belong to one of the families below, each
+a method with a pattern of opcodes. All others raise UnknownPTX.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Lanewise(NamedTuple):
 
 
 def _expanded(opcodes: str) -> list[str]:
-    """Write alternatives in braces out: "add{,.rn}.f32" is two opcodes."""
+    """Expand alternatives in braces: "add{,.rn}.f32" is two opcodes."""
     parts = re.split(r"\{([^}]*)\}", opcodes)
     choices = [part.split(",") if index % 2 else [part] for index, part in enumerate(parts)]
     return ["".join(choice) for choice in itertools.product(*choices)]
@@ -75,13 +75,13 @@ def lanewise() -> dict[tuple[str, int], Lanewise]:
     for line in (CORE / "lanewise.def").read_text().splitlines():
         if entry := re.match(r'(UNARY|BINARY|TERNARY|QUATERNARY)\((\w+), "([^"]+)", (.*)\)$', line):
             kind, name, opcodes, rest = entry.groups()
-            types = tuple(each.strip() for each in rest.split(",")[: sizes[kind]])
+            types = tuple(name.strip() for name in rest.split(",")[: sizes[kind]])
             found |= {(opcode, len(types)): Lanewise(operations()[name], types) for opcode in _expanded(opcodes)}
     return found
 
 
 class Decoded(NamedTuple):
-    """An operation and its operands, of which the first ones are results."""
+    """An operation and its operands, results first."""
 
     operation: str | int
     operands: Sequence[Operand]
@@ -138,7 +138,7 @@ class Decoder:
         """Decode a declaration or an instruction.
 
         Raises:
-            UnknownPTX: it is not known, or an operand is none.
+            UnknownPTX: it is not known, or an operand is invalid.
         """
         text = statement.text
         if text.startswith(".reg "):
@@ -154,10 +154,10 @@ class Decoder:
     def declare(self, text: str) -> None:
         """Number registers: ".reg .b32 %r<10>" has ten, ".reg .pred p" one."""
         _, kind, names = text.split(None, 2)
-        for name in (each.strip() for each in names.split(",")):
+        for name in (declared.strip() for declared in names.split(",")):
             several = re.fullmatch(r"(\S+)<(\d+)>", name)
-            for each in [f"{several[1]}{number}" for number in range(int(several[2]))] if several else [name]:
-                self.registers[each] = (self.count, BITS[kind[1:]])
+            for register in [f"{several[1]}{number}" for number in range(int(several[2]))] if several else [name]:
+                self.registers[register] = (self.count, BITS[kind[1:]])
                 self.count += 1
 
     def instruction(self, text: str) -> None:
@@ -177,31 +177,31 @@ class Decoder:
         self.instructions.append(made)
 
     def decode(self, opcode: str, operands: list[str]) -> Decoded:
-        """Find out what an opcode is.
+        """Decode an instruction by its opcode.
 
         Raises:
-            UnknownPTX: nothing that the emulator knows.
+            UnknownPTX: the emulator does not know it.
         """
         if opcode in ("mov.b32", "mov.b64") and operands[0].startswith("{"):
             return Decoded("UNPACK", self.all(operands), 2, (int(opcode[-2:]) // 2,))
         if opcode in ("mov.b32", "mov.b64") and operands[1].startswith("{"):
             opcode, operands = opcode.replace("mov", "pack"), [operands[0], *split(operands[1].strip("{}"))]
-        if known := lanewise().get((opcode, len(operands))):
-            return self.of_lanes(known, operands, converts=opcode.startswith("cvt"))
+        if listed := lanewise().get((opcode, len(operands))):
+            return self.lanes(listed, operands, converts=opcode.startswith("cvt"))
         for pattern, handler in _FAMILIES:
             if match := pattern.fullmatch(opcode):
                 return handler(self, match, operands)
         raise UnknownPTX(f"unknown instruction {opcode} with {len(operands)} operands")
 
-    def of_lanes(self, known: Lanewise, operands: list[str], converts: bool) -> Decoded:
-        """Decode a result for each lane, from registers as wide as its types say."""
+    def lanes(self, listed: Lanewise, operands: list[str], converts: bool) -> Decoded:
+        """Decode an instruction that computes one result per lane."""
         decoded = [self.operand(text) for text in operands]
-        for place, (text, kind) in enumerate(zip(operands, known.types, strict=True)):
+        for place, (text, kind) in enumerate(zip(operands, listed.types, strict=True)):
             _, bits = self.registers.get(text.removeprefix("!"), (0, BITS[kind]))
             takes_wider = place > 0 and converts  # the lower bits of a wider register
             if bits < BITS[kind] or (bits > BITS[kind] and not takes_wider):
                 raise UnknownPTX(f"{text} has {bits} bits instead of {BITS[kind]}")
-        return Decoded(known.operation, decoded, 1)
+        return Decoded(listed.operation, decoded, 1)
 
     # ---- operands
 
@@ -212,7 +212,7 @@ class Decoder:
             raise UnknownPTX(f"unknown operand {name}") from None
 
     def operand(self, text: str) -> Operand:
-        """Decode a register, a predicate's opposite, "_" for no result, or a number."""
+        """Decode a register, a negated predicate, "_" for no result, or a number."""
         if text == "_":
             return Operand(SINK)
         if text.startswith("!"):
@@ -231,10 +231,10 @@ class Decoder:
 
     def group(self, text: str) -> list[Operand]:
         """Decode one operand, or those of a group in braces."""
-        return [self.operand(each) for each in split(text.strip("{}"))]
+        return [self.operand(part) for part in split(text.strip("{}"))]
 
     def all(self, operands: Sequence[str]) -> list[Operand]:
-        return [each for text in operands for each in self.group(text)]
+        return [register for text in operands for register in self.group(text)]
 
     def address(self, text: str) -> Operand:
         """Decode "[%r1+4]": a register, a parameter or a number, and an offset."""
@@ -353,15 +353,15 @@ def decode(ptx: str) -> Program:
     """Decode a kernel.
 
     Raises:
-        UnknownPTX: it has something that the emulator does not know.
+        UnknownPTX: it has an instruction that the emulator does not know.
     """
     source = read(ptx)
     decoder = Decoder({parameter.name: parameter.offset for parameter in source.parameters})
-    for each in source.body:
-        if isinstance(each, Label):
-            decoder.labels[each.name] = len(decoder.instructions)
+    for statement in source.body:
+        if isinstance(statement, Label):
+            decoder.labels[statement.name] = len(decoder.instructions)
         else:
-            decoder.add(each)
+            decoder.add(statement)
     for instruction, label in decoder.branches:
         if label not in decoder.labels:
             raise UnknownPTX(f"there is no label {label}")

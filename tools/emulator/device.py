@@ -34,19 +34,19 @@ class Emulated:
 
 
 def _leaves(value: Any, signature: Any) -> list[Any]:
-    """Return the parameters that an argument becomes: tuples have one for each member, constants none."""
+    """Return the parameters of an argument: one for each member of a tuple, none for constants."""
     if isinstance(signature, tuple):
-        return [leaf for each, kind in zip(value, signature, strict=True) for leaf in _leaves(each, kind)]
+        return [leaf for member, kind in zip(value, signature, strict=True) for leaf in _leaves(member, kind)]
     return [] if signature == "constexpr" else [value]
 
 
 @contextmanager
 def emulated(target: str, seed: int = 0, change: Callable[[str, str], str] | None = None) -> Iterator[list[Emulated]]:
-    """Compile and run kernels that are launched within; yields the launches.
+    """Compile and run launched kernels; yields the launches.
 
     Args:
-        seed: draws the order in which warps take turns.
-        change: makes the PTX that is run from a kernel's name and its PTX.
+        seed: of the order in which warps take turns.
+        change: a function of a kernel's name and PTX that returns the PTX to run.
     """
     done: list[Emulated] = []
 

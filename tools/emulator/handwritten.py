@@ -13,7 +13,7 @@ SHARED_BYTES = 64 * 1024
 
 
 def kernel(body: str, warps: int = 1, tensors: int = 1) -> str:
-    """PTX of a kernel with the body. Before it, the addresses of so many tensors are loaded to %d0, %d1, ..., the number of the
+    """PTX of a kernel with the body. Before it, the addresses of the tensors are loaded to %d0, %d1, ..., the number of the
     thread to %r0, of its lane to %r1, of its warp to %r2, and the address of shared memory to %r3. Registers: %p<20> are
     predicates, %h<20>, %r<400> and %d<60> have 16, 32 and 64 bits."""
     parameters = ", ".join(f".param .u64 tensor_{index}" for index in range(tensors))

@@ -1,4 +1,4 @@
-"""Compile the core with gcc when it is first needed, run launches, and report what it found in them."""
+"""Compile the core with gcc on first use, run launches, and report findings."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class NoCompiler(Exception):
 
 @dataclass(frozen=True)
 class Finding:
-    """Something wrong (a note: remarkable) that an instruction did, the first time that it did it.
+    """An error (or note) of an instruction, when it first occurred.
 
     Attributes:
         what: a text of core/findings.def.
-        instruction, place: in PTX, and where that comes from in Python.
-        other: the instruction or the program that it clashes with.
-        address: of memory; of registers their number.
-        count: how often warps executed the instruction and it went wrong.
+        instruction, place: in PTX, and its line in Python.
+        other: the conflicting instruction or program.
+        address: an address in memory, or the number of a register.
+        count: how often it occurred.
     """
 
     what: str
@@ -63,7 +63,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything found in a launch, which has finished if all programs came to their end."""
+    """All findings of a launch; finished if all programs ended."""
 
     findings: tuple[Finding, ...]
     finished: bool
@@ -118,10 +118,10 @@ def kinds() -> list[tuple[str, bool]]:
 
 @functools.cache
 def core() -> ctypes.CDLL:
-    """Load the core; compile it first, unless a library of the same sources is there.
+    """Load the core, compiled first unless there is a library of the same sources.
 
     Raises:
-        NoCompiler: it has to be compiled, and there is no gcc.
+        NoCompiler: it is not compiled, and there is no gcc.
     """
     sources = sorted(CORE.glob("*.c"))
     parts = [" ".join(FLAGS), *(path.read_text() for path in sorted(CORE.iterdir()))]
@@ -130,14 +130,14 @@ def core() -> ctypes.CDLL:
         if not shutil.which("gcc"):
             raise NoCompiler("the emulator's core is written in C and needs gcc, which is not on the PATH")
         BUILD.mkdir(parents=True, exist_ok=True)
-        unfinished = library.with_suffix(f".{os.getpid()}")  # another process may be compiling, too
+        unfinished = library.with_suffix(f".{os.getpid()}")  # another process may compile it at the same time
         subprocess.run(["gcc", *FLAGS, *map(str, sources), "-o", str(unfinished), "-lm"], check=True)
         unfinished.replace(library)
     return ctypes.CDLL(str(library))
 
 
 def parameter_memory(program: Program, values: Sequence[Any]) -> bytes:
-    """Lay out a kernel's parameters as it reads them: numbers, and addresses of tensors."""
+    """Lay out a kernel's parameters in memory: numbers, and addresses of tensors."""
     if len(values) != len(program.parameters):
         raise ValueError(f"{program.name} takes {len(program.parameters)} parameters, got {len(values)}")
     memory = bytearray(program.parameter_bytes + 16)
@@ -170,9 +170,9 @@ def run(
     """Run a kernel on CPU tensors.
 
     Args:
-        values: its parameters in their order; tensors as themselves.
-        tensors: all that it may touch.
-        seed: draws the order in which warps take turns between barriers.
+        values: its parameters in order.
+        tensors: all that it may access.
+        seed: of the order in which warps take turns between barriers.
     """
     memory = storages(tensors)
     addresses = (ctypes.c_uint64 * len(memory))(*memory)

@@ -1,4 +1,4 @@
-"""Take PTX apart: the kernel's parameters, and the statements and labels of its body."""
+"""Parse PTX: a kernel's parameters, and the statements and labels of its body."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Label:
 
 @dataclass(frozen=True)
 class Source:
-    """A kernel, and how many threads a program of it has."""
+    """A kernel and the number of threads of its programs."""
 
     name: str
     threads: int
@@ -60,10 +60,10 @@ _LABEL = re.compile(r"(\$?[\w$]+):\s*")
 
 
 def read(ptx: str) -> Source:
-    """Take the one kernel of a PTX file apart.
+    """Parse the only kernel of a PTX file.
 
     Raises:
-        UnknownPTX: there is none, or it does not say how many threads a program has.
+        UnknownPTX: there is none, or its number of threads is missing.
     """
     entry = _ENTRY.search(re.sub(r"/\*.*?\*/", "", ptx, flags=re.DOTALL))
     threads = entry and re.search(r"\.reqntid (\d+)", entry["attributes"])
@@ -110,6 +110,6 @@ def _body(text: str) -> list[Statement | Label]:
 
 
 def split(text: str) -> list[str]:
-    """Cut operands at the commas between them: "{a, b}, [c+4], 1" has three."""
+    """Split operands at commas: "{a, b}, [c+4], 1" has three."""
     parts = re.findall(r"(?:\{[^}]*\}|\[[^\]]*\]|[^,{\[])+", text)
     return [part.strip() for part in parts if part.strip()]

@@ -105,7 +105,7 @@ def attention(q, k, v, o, n, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl
 
 @triton.jit
 def strided_products(q, k, v, o, n, stride, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(q k^T) v, with elements of k so far apart that cp.async cannot copy them."""
+    """(q k^T) v, with a stride of k for which cp.async cannot be used."""
     rows, d = tl.arange(0, BLOCK_M), tl.arange(0, D)
     query = tl.load(q + rows[:, None] * D + d[None, :])
     sums = tl.zeros((BLOCK_M, D), tl.float32)

@@ -1,1 +1,1 @@
-"""Known and generated faults, put into copies of a repository, to see whether its tests notice them."""
+"""Puts known and generated faults into copies of a repository, to find out whether its tests notice them."""

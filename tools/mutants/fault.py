@@ -1,7 +1,7 @@
-"""Faults, and how they are put into a copy of a repository.
+"""Faults, and how they are applied to a copy of a repository.
 
-A change names code by its tokens. Line breaks, comments, indentation and trailing commas do not matter, nor does the file, if the
-change names a folder: a fault survives whatever a formatter or a move does to the code.
+A change finds code by its tokens. Line breaks, comments, indentation and trailing commas do not matter, nor does the file if the
+change names a folder: a fault still applies after code was formatted or moved.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CLOSING = (")", "]", "}")
 
 
 class StaleFault(Exception):
-    """The code that a fault replaces is not there, or not as often as it should be."""
+    """The code that a fault replaces does not exist, or not as often as expected."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Token:
 
 
 def tokens(text: str) -> list[Token]:
-    """The tokens of Python code that mean something, whole or a part of it, with where they stand."""
+    """The significant tokens of Python code, or of a fragment, with their offsets."""
     starts = [0]
     for line in text.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
@@ -55,16 +55,16 @@ def tokens(text: str) -> list[Token]:
 
 @dataclass(frozen=True)
 class Change:
-    """Code below a folder, or in a file, and what takes its place."""
+    """Code in a file or below a folder, and its replacement."""
 
     place: str
     old: str
     new: str
     times: int = 1
-    """How often the code is there; all are replaced."""
+    """The number of occurrences, all of which are replaced."""
 
     def apply(self, root: Path, texts: dict[str, str]) -> None:
-        """Change the texts of files, by name; those that are not there are read from the repository at root.
+        """Change the texts of files, by name; missing ones are read from the repository at root.
 
         Raises:
             StaleFault: the code is not there, or not as often.
@@ -90,7 +90,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Edit:
-    """One place of a file, by its offsets, and what takes its place."""
+    """A range of a file, by offsets, and its replacement."""
 
     file: str
     start: int
@@ -104,17 +104,16 @@ class Edit:
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that a person might have written instead, and that is wrong."""
+    """A plausible mistake in the code."""
 
     name: str
     effect: str
     """The wrong behaviour, in a line."""
     tests: tuple[str, ...]
-    """Arguments of pytest for the tests to begin with: fast ones, most likely to notice. All in one folder."""
+    """Arguments of pytest for the first tests to run: fast and likely to fail, all in one folder."""
     changes: tuple[Change | Edit, ...]
     folders: tuple[str, ...] = ()
-    """Folders of tests to go on with, if those do not notice; several with blanks between them share a process. Unless given, the
-    folder of the first test."""
+    """Folders of tests to run next; folders separated by blanks share a process. By default the folder of the first test."""
 
     @property
     def stages(self) -> list[tuple[str, ...]]:

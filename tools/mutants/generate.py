@@ -1,9 +1,8 @@
-"""Generate faults: one operator, number, condition or statement of a file is another.
+"""Generate faults that change one operator, number, condition or statement of a file.
 
-The list is short on purpose, and its faults are those that people make: a comparison that is off by its equal sign, a sign, an
-index, a minimum for a maximum, a condition turned round, a statement that is missing. Texts, annotations and what is raised stay
-as they are. Some of them change nothing that can be noticed (a bound that is never met with equality): a share below one is no
-proof that a test is missing.
+They are typical mistakes: a comparison with or without equality, a wrong sign or index, min instead of max, an inverted
+condition, a missing statement. Strings, annotations and raised errors are not changed. Some faults have no observable effect (a
+bound that is never reached), so that tests need not notice all of them.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ UNTOUCHED = (ast.Raise, ast.Assert, ast.Import, ast.ImportFrom, ast.JoinedStr)
 
 @dataclass(frozen=True)
 class Generated:
-    """A fault, with the line that it is in."""
+    """A fault with its line."""
 
     edit: Edit
     line: int

@@ -35,7 +35,7 @@ CAUGHT, SURVIVED, STALE, BROKEN = "caught", "SURVIVED", "STALE", "BROKEN"
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result for one fault: CAUGHT; SURVIVED; STALE, it does not apply; BROKEN, the tests could not tell."""
+    """The result for one fault: CAUGHT; SURVIVED; STALE if it does not apply; BROKEN if the tests could not run."""
 
     fault: Fault
     status: str
@@ -46,7 +46,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class TestRun:
-    """How pytest ended, None after too long, the tests that failed with what they said, and all output."""
+    """pytest's exit status (None after a timeout), the failed tests with their messages, and all output."""
 
     __test__ = False
     status: int | None
@@ -59,7 +59,7 @@ class TestRun:
 
 
 def source_files(root: Path) -> list[str]:
-    """Return the files that git tracks, and those that it would track if they were added."""
+    """Return tracked files, and untracked ones that git does not ignore."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.split("\0")
     return sorted({name for name in listed if name and (root / name).is_file()})
@@ -79,7 +79,7 @@ def copied(root: Path) -> Iterator[Path]:
 
 
 def failures(output: str) -> dict[str, str]:
-    """The tests that failed, and why, of pytest's summary."""
+    """The failed tests in pytest's summary, with their messages."""
     lines = [line.partition(" ")[2] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     return {test: why for test, _, why in (line.partition(" - ") for line in lines) if "::" in test}  # else no test has run
 
@@ -104,14 +104,14 @@ class Runner:
     stopped: bool = False
 
     def environment(self, tests: Iterable[str]) -> dict[str, str]:
-        """The environment of tests that share a process: what they need, and no plugin but pytest's own."""
+        """The environment of tests that share a process: their variables, and only pytest's own plugins."""
         inherited = {name: value for name, value in os.environ.items() if name not in self.alone}
         common = {"PYTHONDONTWRITEBYTECODE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "COLUMNS": "1000"}
-        own = [dict(each) for text, each in self.variables.items() if any(text in test for test in tests)]
-        return {name: value for each in (inherited, common, *own) for name, value in each.items()}
+        own = [dict(variables) for text, variables in self.variables.items() if any(text in test for test in tests)]
+        return {name: value for variables in (inherited, common, *own) for name, value in variables.items()}
 
     def run(self, arguments: Iterable[str], cwd: Path, tests: Sequence[str], seconds: float) -> tuple[int | None, str]:
-        """Exit status of Python, None after too long, and output. What it has started ends with it."""
+        """Run Python; return its exit status (None after a timeout) and output. Its children are killed with it."""
         process = subprocess.Popen(
             [sys.executable, *arguments],
             cwd=cwd,
@@ -140,7 +140,7 @@ class Runner:
         resource.setrlimit(resource.RLIMIT_CPU, (self.cpu_seconds + IMPORTS, self.cpu_seconds + IMPORTS + 5))
 
     def stop(self) -> None:
-        """End all tests under way, and begin no others."""
+        """Kill all running tests, and start no others."""
         self.stopped = True
         for process in list(self.processes):
             end(process)
@@ -151,12 +151,12 @@ class Runner:
         return TestRun(status, failures(output), output)
 
     def imported_from(self, cwd: Path) -> Path:
-        """Where tests that run in a copy get the package from."""
+        """The folder that tests in a copy import the package from."""
         _, output = self.run(("-c", f"import {self.package}; print({self.package}.__file__)"), cwd, (), self.quick_seconds)
         return Path(output.strip().splitlines()[-1]).resolve()
 
     def check_imports(self) -> None:
-        """Copies shall be tested, not the package that is installed.
+        """Check that copies are tested, and not the installed package.
 
         Raises:
             RuntimeError: they are not.
@@ -196,7 +196,7 @@ class Runner:
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """End a process and what it has started."""
+    """Kill a process and its children."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -1,10 +1,7 @@
-"""Triton's own launcher, the C code of its driver, on a stub of CUDA's driver: kernels are compiled, loaded and
-launched, and run by
-nobody.
+"""Triton's own launcher, its C code included, on a stub of CUDA's driver: kernels are compiled, loaded and launched, but not run.
 
-absent_gpu.py replaces the launch; here it happens, up to cuLaunchKernelEx. So what is seen is what a GPU would receive:
-the values of
-a kernel's parameters, grid, shared memory, stream, context. What a driver would refuse raises as it would there.
+absent_gpu.py replaces launches; here they reach cuLaunchKernelEx. The stub records what a GPU would receive: the values of a
+kernel's parameters, grid, shared memory, stream and context. It returns the errors that a driver would return.
 
 with stub_gpu() as gpu:
     kernel[grid](...)  # any Triton kernel, on CPU tensors
@@ -33,7 +30,7 @@ from typing import Any
 
 import torch
 import triton
-from triton.backends.nvidia import driver as of_nvidia
+from triton.backends.nvidia import driver as nvidia
 from triton.compiler import compiler
 from triton.runtime.driver import driver
 
@@ -47,7 +44,7 @@ FORMATS |= {"u1": "B", "u8": "B", "u16": "H", "u32": "I"}
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch, as the driver was told. given: what the kernel was called with in Python, in the order of parameters."""
+    """A launch as the driver received it. given: the arguments in Python, in the order of parameters."""
 
     name: str
     device: int
@@ -60,7 +57,7 @@ class Launch:
     given: tuple[float, ...]
 
     def numbers(self) -> list[float]:
-        """Return the parameters that are no pointers."""
+        """Return the parameters that are not pointers."""
         return [value for kind, value in zip(self.types, self.parameters, strict=True) if not kind.startswith("*")]
 
 
@@ -78,7 +75,7 @@ OBSERVER = ctypes.CFUNCTYPE(None, ctypes.POINTER(_Config), ctypes.c_void_p, ctyp
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Build the stub, and load it before Triton loads a driver: its C code then finds this one by its name.
+    """Build the stub, and load it before Triton loads a driver, so that Triton's C code finds it by its name.
 
     Raises:
         RuntimeError: there is a GPU, or no C compiler.
@@ -91,7 +88,7 @@ def library() -> ctypes.CDLL:
     folder = tempfile.mkdtemp(prefix="stub-gpu-")
     atexit.register(shutil.rmtree, folder)
     built = f"{folder}/libcuda.so.1"
-    include = Path(of_nvidia.__file__).with_name("include")
+    include = Path(nvidia.__file__).with_name("include")
     command = [cc, "-shared", "-fPIC", "-O1", f"-I{include}", "-Wl,-soname,libcuda.so.1", str(SOURCE), "-o", built]
     subprocess.run(command, check=True)
     loaded = ctypes.CDLL(built, mode=ctypes.RTLD_GLOBAL)
@@ -126,12 +123,12 @@ class StubGPU:
 
     @property
     def modules(self) -> int:
-        """How many modules have been loaded in this process."""
+        """The number of modules loaded in this process."""
         return int(self.library.stub_modules())
 
     @property
     def waits(self) -> int:
-        """How often something would have waited for the GPU."""
+        """The number of operations that would have waited for the GPU."""
         return int(self.library.stub_waits())
 
     def count(self) -> int:
@@ -143,13 +140,13 @@ class StubGPU:
         return [float(self.library.stub_time(number)) for number in range(first, self.count())]
 
     def limit_shared_memory(self, size: int) -> None:
-        """Let programs have so many bytes of shared memory."""
+        """Limit the shared memory of programs to this many bytes."""
         self.library.stub_set_most_shared(size)
         compiler.max_shared_mem.cache_clear()
 
 
 def flat(types: Any, values: Any) -> Iterator[tuple[str, Any]]:
-    """Return type and value of each parameter: groups are taken apart, constants left out."""
+    """Return type and value of each parameter, with groups flattened and without constants."""
     for kind, value in zip(types, values, strict=True):
         if isinstance(kind, tuple):
             yield from flat(kind, value)
@@ -158,7 +155,7 @@ def flat(types: Any, values: Any) -> Iterator[tuple[str, Any]]:
 
 
 def number(kind: str, value: Any) -> float:
-    """Return what a parameter has to be: a pointer, or the value in its type."""
+    """Return the expected parameter: a pointer, or the value in its type."""
     if kind.startswith("*"):
         return int(value.data_ptr())
     rounded: float = struct.unpack(FORMATS[kind], struct.pack(FORMATS[kind], value))[0]
@@ -176,8 +173,8 @@ _given = threading.local()
 """What the launch that a thread is at was given: types and values of the parameters."""
 
 
-class _Launcher(of_nvidia.CudaLauncher):  # type: ignore[misc]
-    """Triton's launcher, which notes first what it is given."""
+class _Launcher(nvidia.CudaLauncher):  # type: ignore[misc]
+    """Triton's launcher, which first records its arguments."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
         super().__init__(source, metadata)
@@ -194,8 +191,8 @@ class _Driver(AbsentGPU):
 
     def __init__(self, gpu: StubGPU, records: bool) -> None:
         super().__init__(gpu_target("sm_90"))
-        self.gpu, self.utils = gpu, of_nvidia.CudaUtils()
-        self.launcher_cls = _Launcher if records else of_nvidia.CudaLauncher
+        self.gpu, self.utils = gpu, nvidia.CudaUtils()
+        self.launcher_cls = _Launcher if records else nvidia.CudaLauncher
 
     def get_current_device(self) -> int:
         self.gpu.library.stub_set_device(self.gpu.device)
@@ -209,16 +206,16 @@ class _Driver(AbsentGPU):
 
     def note(self, config: Any, function: int, parameters: Any) -> None:
         """Called by the stub for a launch that it takes."""
-        told, kinds = config.contents, _given.parameters
+        launch, kinds = config.contents, _given.parameters
         values = [stored(kind, parameters[at]) for at, (kind, _) in enumerate(kinds)]
         self.gpu.launches.append(
             Launch(
                 self.gpu.library.stub_name(function).decode().removesuffix("_kernel"),
                 int(self.gpu.library.stub_device(function)),
-                told.stream or 0,
-                (told.grid_x, told.grid_y, told.grid_z),
-                told.block_x,
-                told.shared_bytes,
+                launch.stream or 0,
+                (launch.grid_x, launch.grid_y, launch.grid_z),
+                launch.block_x,
+                launch.shared_bytes,
                 tuple(kind for kind, _ in kinds),
                 tuple(values),
                 tuple(value for _, value in kinds),
@@ -228,7 +225,7 @@ class _Driver(AbsentGPU):
 
 @contextmanager
 def stub_gpu(most_shared: int = 232448, records: bool = True) -> Iterator[StubGPU]:
-    """Within, Triton launches on two GPUs of sm_90 that are not there, whose programs can have so many bytes of shared memory.
+    """Make Triton launch on two simulated sm_90 GPUs with this limit of shared memory in bytes.
 
     records: whether launches are looked at; without, a launch takes the time that it takes, and starts() has it.
 
@@ -238,9 +235,9 @@ def stub_gpu(most_shared: int = 232448, records: bool = True) -> Iterator[StubGP
     gpu = StubGPU(library())
     stub = _Driver(gpu, records)
 
-    def observed(*told: Any) -> None:
+    def observed(*launch: Any) -> None:
         try:
-            stub.note(*told)
+            stub.note(*launch)
         except Exception as error:  # which C code cannot pass on
             gpu.errors.append(error)
 

@@ -1,4 +1,4 @@
-"""ONNX graphs of enabled models: they have the stock forward, and take every length where stock graphs do."""
+"""ONNX graphs of enabled models contain the stock forward, and accept all lengths."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import nn
 
 from bench.families import FAMILIES, output
 from tests.libraries.test_use import needs
-from tests.tolerance import tolerance_of, within
+from tests.tolerance import assert_at_most, dtype_tolerance
 from triton_relattn import enable
 
 NAMES = ("ids", "mask")
 
 
-class OfTokens(nn.Module):
+class LastHiddenState(nn.Module):
     """A model of transformers that returns its last hidden states."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -41,7 +41,7 @@ def test_onnx_graphs_take_all_lengths(name: str, dynamo: bool, tmp_path: Path) -
     import onnxruntime
 
     model: Any = FAMILIES[name].build(small=True, layers=2)
-    stock = OfTokens(model.get_encoder() if name == "t5" else model).eval()
+    stock = LastHiddenState(model.get_encoder() if name == "t5" else model).eval()
     enabled = copy.deepcopy(stock)
     assert enable(enabled)
     lengths = {key: {1: "length"} for key in NAMES}
@@ -51,8 +51,8 @@ def test_onnx_graphs_take_all_lengths(name: str, dynamo: bool, tmp_path: Path) -
     session = onnxruntime.InferenceSession(str(file))
     for length in (24, 40):
         given = tokens(length)
-        found = session.run(None, {key: each.numpy() for key, each in zip(NAMES, given, strict=True)})[0]
+        found = session.run(None, {key: tensor.numpy() for key, tensor in zip(NAMES, given, strict=True)})[0]
         with torch.no_grad():
             expected = stock(*given)
         error = (torch.from_numpy(found) - expected).abs()
-        within("the output", error, tolerance_of(torch.float32) * expected.abs().max())
+        assert_at_most("the output", error, dtype_tolerance(torch.float32) * expected.abs().max())

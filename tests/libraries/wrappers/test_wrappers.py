@@ -1,6 +1,6 @@
-"""Packages that have models of transformers inside, and what people do with an enabled model: adapters, offloading.
+"""Packages that contain models of transformers, and adapters and offloading of enabled models.
 
-In a process of its own, with the real transformers, which other tests of libraries replace by a stand-in.
+They run in a separate process, with the real transformers, which other tests of libraries replace.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Run = Callable[[Any], torch.Tensor]
 
 
 def saved(folder: Path, kind: str, sizes: dict[str, Any]) -> str:
-    """A model of transformers with a tokenizer, in a folder."""
+    """Save a model of transformers with a tokenizer in a folder."""
     import tokenizers
     import transformers
 
@@ -155,12 +155,12 @@ def diffusers(folder: Path) -> tuple[Any, Run, set[str]]:
 WRAPPERS = (sentence_transformers, gliner, bert_score, chronos, chronos_bolt, diffusers)
 
 
-@pytest.mark.parametrize("make", WRAPPERS, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("make", WRAPPERS, ids=lambda make: make.__name__)
 def test_wrappers(make: Any, tmp_path: Path) -> None:
     model, run, replaced = make(tmp_path)
     torch.manual_seed(0)
-    for each in parts(model):
-        varied(each).double().eval()
+    for part in parts(model):
+        varied(part).double().eval()
     torch.manual_seed(1)
     expected = computed(model, run)
     report = enable(model)
@@ -168,7 +168,7 @@ def test_wrappers(make: Any, tmp_path: Path) -> None:
     with Sizes() as sizes:
         ours = computed(model, run)
     assert sizes.ours
-    if len(expected) == 1:  # a scorer computes without gradients
+    if len(expected) == 1:  # a scorer has no gradients
         assert_near("out", ours["out"], expected["out"])
     else:
         assert_same(ours, expected)
@@ -184,7 +184,7 @@ def t5() -> tuple[Any, torch.Tensor]:
 
 @pytest.mark.parametrize("before", [True, False])
 def test_adapters_of_peft(before: bool) -> None:
-    """Added before or after: they count, and learn."""
+    """Adapters added before or after enable() change the output, and get gradients."""
     import peft
 
     model, tokens = t5()
@@ -195,14 +195,14 @@ def test_adapters_of_peft(before: bool) -> None:
         assert enable(adapted)
     out = adapted(tokens).last_hidden_state
     out.sum().backward()
-    learned = [each.grad for name, each in adapted.named_parameters() if "lora_" in name]
-    assert learned and all(each is not None and each.any() for each in learned)
+    learned = [parameter.grad for name, parameter in adapted.named_parameters() if "lora_" in name]
+    assert learned and all(gradient is not None and gradient.any() for gradient in learned)
     disable(adapted)
     assert_near("the enabled model", out, adapted(tokens).last_hidden_state)
 
 
 def test_offloading_of_accelerate() -> None:
-    """Before enable and after: its hooks replace the forward of modules with weights of their own, as T5's attention has none."""
+    """Offloading before or after enable(); its hooks replace forwards only of modules with weights, so not T5's attention."""
     import accelerate
 
     model, tokens = t5()

@@ -1,4 +1,4 @@
-/* Shared memory: bounds, reads of what nobody wrote, races, copies that cp.async has not delivered, proxy fences. */
+/* Shared memory: bounds, reads of uninitialised memory, races, copies that cp.async has not delivered, proxy fences. */
 #include "emulator.h"
 
 #include <stdlib.h>
