@@ -284,3 +284,17 @@ def test_too_wide_heads_raise() -> None:
     case = Case((2, 3), width=257)
     with pytest.raises(NotImplementedError, match="head widths up to 256, got 257 "):
         results(case, tensors(case))
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 70])
+@pytest.mark.parametrize("block_n", [16, 64])
+def test_every_key_is_in_one_tile(prefix: int, block_n: int) -> None:
+    """The host launches as many tiles as the kernel needs: each key gets a gradient, and none is written twice."""
+    case = Case((3, 21), prefix=prefix)
+    query, key, value, *_, d_out = tensors(case)
+    inputs = GridTensors(query, key, value, torch.randn(3, 3, 16), torch.randn(21, 21, 16))
+    tiles = {"dkv": TileConfig(16, block_n, 4, 1)}
+    out, softmax_stats = forward(inputs, 1.0, 0.0)
+    with guarded():
+        _, d_key, d_value, _, _ = backward(d_out, out, softmax_stats, inputs, 1.0, 0.0, tiles=tiles)
+    assert d_key is not None and d_value is not None and d_key.isfinite().all() and d_value.isfinite().all()
