@@ -24,6 +24,7 @@ from .not_served import recognised
 from .shaw import ClippedDistances
 from .transformer_xl import ProjectedPositions
 from .vits import WindowedVectors
+from .wavlm import GatedBuckets
 
 KINDS: tuple[type[Kind], ...] = (
     WindowedVectors,
@@ -32,6 +33,7 @@ KINDS: tuple[type[Kind], ...] = (
     DecomposedPositions,
     ClippedDistances,
     PastRows,
+    GatedBuckets,
     BucketedBias,
 )
 

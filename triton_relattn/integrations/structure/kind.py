@@ -87,6 +87,13 @@ class Kind:
         raise NotImplementedError
 
     @classmethod
+    def channels(cls, module: nn.Module, roles: dict[str, str]) -> tuple[int, int]:
+        """Return the width of the states, and of the heads together."""
+        role = next(role for role in ("query", "qkv", "out") if role in roles)
+        channels, projected = projections(module)[roles[role]]
+        return channels, projected // (3 if role == "qkv" else 1)
+
+    @classmethod
     def arguments(cls, forward: Any) -> Iterator[dict[str, str]]:
         """Yield the roles that a forward's arguments may have."""
         for roles in argument_roles(forward, cls.state_roles):
@@ -99,13 +106,12 @@ class Kind:
         if (reading := cls.read(module)) is None:
             return
         roles, choices = reading
-        role = next(role for role in ("query", "qkv", "out") if role in roles)
-        channels, projected = projections(module)[roles[role]]
+        channels, projected = cls.channels(module, roles)
         for arguments in cls.arguments(type(module).forward):
             meanings = cls.meanings if MASK in arguments.values() else (None,)
             for chosen in itertools.product(*choices.values(), meanings):
                 options = dict(zip([*choices, MASK], chosen, strict=True))
-                heads = projected // options["width"] // (3 if role == "qkv" else 1)
+                heads = projected // options["width"]
                 yield Layout(tuple(roles.items()), tuple(arguments.items()), tuple(options.items()), channels, heads)
 
     @classmethod
