@@ -246,6 +246,19 @@ class Kind:
         return getattr(module, self.layout.drops_out)(out) if self.layout.drops_out else out
 
 
+def hides_future(mask: torch.Tensor, visible: Any) -> bool:
+    """Return whether a mask hides all keys behind each query; visible: the operator's mask of it, of which the last query is at
+    the last key. A compiler cannot know, nor can a tensor without values.
+    """
+    if torch.compiler.is_compiling() or type(mask) is not torch.Tensor:
+        return False
+    if mask.is_meta:  # memory is counted
+        return True
+    queries, keys = visible.shape[-2:]
+    future = torch.ones(queries, keys, dtype=torch.bool, device=mask.device).triu_(1 + keys - queries)
+    return not bool(((visible > LOW if visible.is_floating_point() else visible) & future).any())
+
+
 def observed(kind: type[Kind], layout: Layout, model: Any) -> Layout:
     """Return a layout with what a shadow drops and returns; raise Refused if what it computes depends on calls before."""
     stock = type(model)
