@@ -142,7 +142,8 @@ LARGE_INKLING2 = {
 }
 LOOP = {
     **{"loop_layer_index_start": 1, "loop_layer_index_end": 2, "loop_num_passes": 2, "loop_gate_rank": 4},
-    **{"num_hidden_layers": 3, "n_layers_per_attn_res_block": 1, "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"]},
+    **{"num_hidden_layers": 3, "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"]},
+    **{"n_layers_per_attn_res_block": 1, "num_experts_per_tok": 4},  # all experts: rounding exchanges none
 }
 
 # Layers of vision encoders, which take grids of any size
