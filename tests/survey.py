@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib
 import importlib.util
 import re
 from collections.abc import Iterator, Sequence
@@ -48,9 +49,10 @@ def relative_classes(package: str) -> Iterator[tuple[str, str, set[str]]]:
 
 def standing(module: str, name: str, names: set[str]) -> str:
     """Return what enable makes of a class; nothing if it is new."""
-    for source in (source for integration in LIBRARIES for source in library(integration).sources):
-        if source.module == module and name in source.classes:
-            return "served"
+    for integration in LIBRARIES:
+        for source in importlib.import_module(f"triton_relattn.integrations.{integration}").LIBRARY.sources:
+            if source.module == module and name in source.classes:
+                return "served"
     known = KNOWN.get(f"{module.split('.')[-2]}.{name}")
     return known or next((kind.title for kind in NOT_SERVED if all(names & set(choices) for choices in kind.attributes)), "")
 
