@@ -41,8 +41,9 @@ def weights_dropout(p: float) -> float:
 
 
 def are_shares(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor may be attention weights: no number is negative, and no row's sum is more than one, or the sums along
-    another dimension are all one."""
+    """Return whether a tensor may be attention weights: no number is negative, and no row's sum is more than one, or all sums
+    along another dimension are one.
+    """
     if tensor.dim() < 3 or bool((tensor < 0).any()):
         return False
     if not bool((tensor.detach().sum(-1, dtype=torch.float32) > 1.05).any()):

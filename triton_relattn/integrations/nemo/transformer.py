@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from ..operators import attend, join_heads, split_heads
 from ..replacement import PassesOn
 
 
-def flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_mask: Any = None, score_mod: Any = None) -> Any:
+def flex_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_mask: Any = None, score_mod: Any = None
+) -> Any:
     """Call torch's FlexAttention; with gradients, which it has none of on a CPU, compute it with plain operations."""
     if not torch.is_grad_enabled():
         return stock.flex_attention(query, key, value, block_mask=block_mask, score_mod=score_mod)
@@ -44,12 +47,13 @@ class MultiHeadAttention(InPlace, stock.MultiHeadAttention):
         q, k, v = (split_heads(part, self.head_dim) for part in self.w_qkv(x).chunk(3, dim=-1))
         if self.qk_norm:
             q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
-
-        def operator(*states: torch.Tensor, **options: Any) -> torch.Tensor:
-            rel_keys = split_heads(self.linear_pos(pos_emb), self.head_dim)
-            biases = self.pos_bias_u.to(q.dtype), self.pos_bias_v.to(q.dtype)
-            return attend(*states, rel_keys, *biases, RelativePositions(1 - length, length - 1), **options)
-
+        operator = functools.partial(
+            attend,
+            rel_keys=split_heads(self.linear_pos(pos_emb), self.head_dim),
+            u=self.pos_bias_u.to(q.dtype),
+            v=self.pos_bias_v.to(q.dtype),
+            positions=RelativePositions(1 - length, length - 1),
+        )
         out = operator(q, k, v) if block_mask is None else block_mask.attend(operator, q, k, v)
         return self.out_proj(join_heads(out))  # type: ignore[no-any-return]
 

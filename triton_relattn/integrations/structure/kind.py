@@ -74,7 +74,8 @@ class Kind:
     mask_dims: ClassVar[int] = 2
     """The dimensions of a mask of padding, (B, N), (B, 1, N) or (B, 1, 1, N)."""
     fewest = FEWEST
-    small = constants = ()
+    small: tuple[str, ...] = ()
+    constants: tuple[str, ...] = ()
     passes_on = lacks_weights = False
 
     def __init__(self, stock: type[nn.Module], layout: Layout) -> None:

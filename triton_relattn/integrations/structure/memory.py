@@ -54,8 +54,9 @@ class MemoryBefore(Kind):
     def example(self, module: Any, batch: int, length: int, mask: torch.Tensor | None) -> dict[str, Any]:
         keys = length if mask is None else mask.shape[1]
         biases = {name: torch.randn(module.n_head, module.d_head) for name, role in ARGUMENTS.items() if role.endswith("bias")}
-        positions = {self.layout.argument(POSITIONS): torch.randn(keys, 1, self.layout.channels)}
-        return {**super().example(module, batch, length, mask), **positions, **biases}
+        given = {**super().example(module, batch, length, mask), **biases}
+        given[self.layout.argument(POSITIONS)] = torch.randn(keys, 1, self.layout.channels)  # type: ignore[index]
+        return given
 
     def samples(self, module: Any, is_light: bool) -> Iterator[Sample]:
         yield from super().samples(module, is_light)

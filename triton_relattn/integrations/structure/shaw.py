@@ -85,7 +85,8 @@ class LeftAndRight(Kind):
 
     title = "an embedding of clipped distances (WeNet)"
     state_roles = ("query", "key", "value")
-    names = {"query": "query", "key": "key", "value": "value", "mask": MASK, "pos_emb": POSITIONS, "cache": CACHE}
+    meanings = (SHOWN, ADDED)
+    mask_dims = 3
 
     @classmethod
     def read(cls, module: nn.Module) -> Reading | None:
@@ -98,10 +99,9 @@ class LeftAndRight(Kind):
 
     @classmethod
     def arguments(cls, forward: Any) -> Iterator[dict[str, str]]:
-        if set(cls.names) == set(inspect.signature(forward).parameters) - {"self"}:
-            yield dict(cls.names)
-
-    meanings = (SHOWN, ADDED)
+        roles = {"query": "query", "key": "key", "value": "value", "mask": MASK, "pos_emb": POSITIONS, "cache": CACHE}
+        if roles.keys() == inspect.signature(forward).parameters.keys() - {"self"}:
+            yield roles
 
     def sizes(self, module: Any) -> Iterable[tuple[int, int]]:
         return (2, 11), (1, 5), (1, min(module.max_left_rel_pos, 500) + 23)
@@ -109,8 +109,6 @@ class LeftAndRight(Kind):
     def masks(self, batch: int, length: int) -> Iterator[tuple[str, torch.Tensor | None]]:
         for name, mask in super().masks(batch, length):
             yield name, self.stock_mask(torch.ones(batch, 1, length).bool()) if mask is None else mask
-
-    mask_dims = 3
 
     def stock_mask(self, visible: torch.Tensor) -> torch.Tensor:
         return super().stock_mask(visible).view(visible.shape)

@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.functional import linear
 
 from ...positions import RelativePositions
-from ..comparison import Sample
 from ..compact import Compact, rows
+from ..comparison import Sample
 from ..operators import fused_relative_attention, join_heads, split_heads
 from ..shadow import projections
 from .kind import HIDDEN, Kind, Reading
@@ -47,8 +47,8 @@ class GatedBuckets(Kind):
         factors = [name for name, factor in own.items() if factor.dim() == 4 and factor.numel() == factor.shape[1]]
         if len(gates) != 1 or len(factors) != 1 or not hasattr(module, BUCKETS):
             return None
-        roles = {"gate": gates[0], "factor": factors[0]}
-        roles |= {"table": name for name, child in module.named_children() if is_table(child)}
+        tables = [name for name, child in module.named_children() if is_table(child)]
+        roles = {"gate": gates[0], "factor": factors[0], **({"table": tables[0]} if tables else {})}
         joint = [name for name, child in module.named_children() if isinstance(child, nn.MultiheadAttention)]
         if joint:
             choices: dict[str, tuple[Any, ...]] = {"gate of": ("query",), "swapped": (None,), "joined": (False,), "self": (True,)}
