@@ -140,6 +140,11 @@ LARGE_INKLING2 = {
     "moe_intermediate_size": 1024,
     "layer_types": ["hybrid"],
 }
+LOOP = {
+    **{"loop_layer_index_start": 1, "loop_layer_index_end": 2, "loop_num_passes": 2, "loop_gate_rank": 4},
+    **{"num_hidden_layers": 3, "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"]},
+    **{"n_layers_per_attn_res_block": 1, "num_experts_per_tok": 4},  # all experts: rounding exchanges none
+}
 
 # Layers of vision encoders, which take grids of any size
 SAM = {"hidden_size": 32, "num_attention_heads": 4, "mlp_dim": 48, "image_size": 32, "patch_size": 4, "window_size": 6}
@@ -255,6 +260,16 @@ ALL = (
         padding_matters=False,
     ),
     Family("inkling2", "Inkling2Text", tokens, INKLING2, LARGE_INKLING2, stock=EAGER, writer="Inkling2ForCausalLM"),
+    Family(
+        "inkling2_loop",
+        "Inkling2LoopText",
+        tokens,
+        INKLING2 | LOOP,
+        LARGE_INKLING2 | LOOP,
+        layers=(),
+        stock=EAGER,
+        writer="Inkling2LoopForCausalLM",
+    ),
     grid("sam", "SamVision", BOTH),
     grid("sam_hq", "SamHQVision", BOTH),
     grid("vitdet", "VitDet", small=SAM | VITDET, real=LARGE_SAM | VITDET),

@@ -338,6 +338,137 @@ class SharedBucketAttention(BucketAttention):
         return super().forward(hidden_states, mask), position_bias
 
 
+class GatedAttention(nn.Module):
+    """WavLM's attention, sequences first: the first layer makes the bias by bucket, and each multiplies it by a gate."""
+
+    def __init__(self, width: int = 32, heads: int = 4, is_first: bool = True) -> None:
+        super().__init__()
+        self.heads, self.num_buckets, self.max_distance = heads, 16, 30
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(width, width) for _ in range(4))
+        self.grep_linear, self.grep_a = nn.Linear(width // heads, 8), nn.Parameter(torch.randn(1, heads, 1, 1))
+        self.relative_attention_bias = nn.Embedding(16, heads) if is_first else None
+
+    def _relative_positions_bucket(self, distances: torch.Tensor) -> torch.Tensor:
+        return triton_relattn.tables.t5_buckets(distances, self.num_buckets, self.max_distance)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_padding_mask: torch.Tensor | None = None,
+        need_weights: bool = True,
+        position_bias: torch.Tensor | None = None,
+    ) -> Any:
+        length, batch = query.shape[:2]
+        if position_bias is None and self.relative_attention_bias is not None:
+            distances = torch.arange(length) - torch.arange(length)[:, None]
+            bias = self.relative_attention_bias(self._relative_positions_bucket(distances))
+            position_bias = bias.permute(2, 0, 1).repeat(batch, 1, 1)
+        pairs = (self.q_proj, query), (self.k_proj, key), (self.v_proj, value)
+        q, k, v = (split_heads(project(states).transpose(0, 1), self.heads) for project, states in pairs)
+        gates = self.grep_linear(split_heads(query.transpose(0, 1), self.heads)).unflatten(-1, (2, 4)).sum(-1)
+        a, b = gates.sigmoid().chunk(2, dim=-1)
+        gate = a * (b * self.grep_a - 1.0) + 2.0
+        scores = q @ k.mT / math.sqrt(q.shape[-1]) + gate * position_bias.view(batch, self.heads, length, length)  # type: ignore[union-attr]
+        if key_padding_mask is not None:
+            scores = scores.masked_fill(key_padding_mask[:, None, None], -math.inf)
+        weights = scores.softmax(-1)
+        out = self.out_proj((weights @ v).permute(2, 0, 1, 3).flatten(2))
+        return out, weights.mean(1) if need_weights else None, position_bias
+
+
+class GatedLayers(nn.Module):
+    """Two layers, of which the second gets the bias of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = GatedAttention(), GatedAttention(is_first=False)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x, _, bias = self.first(x, x, x, mask, need_weights=False)
+        return self.second(x, x, x, mask, need_weights=False, position_bias=bias)[0]  # type: ignore[no-any-return]
+
+
+class MemoryAttention(nn.Module):
+    """Transformer-XL's own layer, sequences first: keys of a memory, biases as arguments, normalisation and residual inside."""
+
+    def __init__(self, width: int = 32, heads: int = 4, pre_lnorm: bool = False) -> None:
+        super().__init__()
+        self.n_head, self.d_head, self.pre_lnorm = heads, width // heads, pre_lnorm
+        self.qkv_net, self.r_net, self.o_net = (nn.Linear(width, size, bias=False) for size in (3 * width, width, width))
+        self.layer_norm, self.drop, self.dropatt = nn.LayerNorm(width), nn.Dropout(0.1), nn.Dropout(0.2)
+
+    def forward(
+        self,
+        w: torch.Tensor,
+        r: torch.Tensor,
+        r_w_bias: torch.Tensor,
+        r_r_bias: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        mems: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        whole = w if mems is None else torch.cat((mems, w))
+        joint = self.qkv_net(self.layer_norm(whole) if self.pre_lnorm else whole)
+        q, k, v = (states.unflatten(-1, (self.n_head, self.d_head)) for states in joint.chunk(3, dim=-1))
+        q, rows = q[-len(w) :], self.r_net(r[:, 0]).unflatten(-1, (self.n_head, self.d_head))
+        terms = torch.einsum("ibnd,jnd->bnij", q + r_r_bias, rows)
+        scores = torch.einsum("ibnd,jbnd->bnij", q + r_w_bias, k) + skewed(terms).reshape(terms.shape)
+        scores = scores / math.sqrt(self.d_head)
+        if attn_mask is not None and attn_mask.any().item():
+            scores = scores.masked_fill(attn_mask.permute(2, 0, 1)[:, None], -math.inf)
+        weights = self.dropatt(scores.permute(2, 3, 0, 1).softmax(1))
+        out = self.drop(self.o_net(torch.einsum("ijbn,jbnd->ibnd", weights, v).flatten(2)))
+        return w + out if self.pre_lnorm else self.layer_norm(w + out)  # type: ignore[no-any-return]
+
+
+NONE = torch.empty(0)
+
+
+class LeftRightAttention(nn.Module):
+    """WeNet's class of Shaw's term: distances clipped at other ends to the left and right, and a cache of keys and values."""
+
+    def __init__(self, width: int = 32, heads: int = 4, left: int = 20, right: int = 8, use_sdpa: bool = False) -> None:
+        super().__init__()
+        self.h, self.use_sdpa, self.dropout_rate = heads, use_sdpa, 0.1
+        self.linear_q, self.linear_k, self.linear_v, self.linear_out = (nn.Linear(width, width) for _ in range(4))
+        self.max_left_rel_pos, self.max_right_rel_pos = left, right
+        self.rel_k_embed, self.dropout = nn.Embedding(left + right + 1, width // heads), nn.Dropout(0.1)
+
+    def forward_qkv(self, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        layers = self.linear_q, self.linear_k, self.linear_v
+        return tuple(split_heads(layer(part), self.h) for layer, part in zip(layers, states, strict=True))
+
+    def _update_kv_and_cache(self, k: torch.Tensor, v: torch.Tensor, cache: Any) -> Any:
+        if self.training:
+            return k, v, cache
+        k, v = (torch.cat((past, own), 2) if past.numel() else own for past, own in zip(cache, (k, v), strict=True))
+        return k, v, (k, v)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor = NONE,
+        pos_emb: torch.Tensor = NONE,
+        cache: Any = (NONE, NONE),
+    ) -> Any:
+        q, k, v = self.forward_qkv(query, key, value)
+        k, v, cache = self._update_kv_and_cache(k, v, cache)
+        position, width = torch.arange(k.shape[2]), q.shape[-1]
+        row = (position - position[:, None]).clamp(-self.max_left_rel_pos, self.max_right_rel_pos) + self.max_left_rel_pos
+        term = torch.einsum("bhld,lrd->bhlr", q, self.rel_k_embed(row)[-q.shape[2] :])
+        if self.use_sdpa:
+            p = self.dropout_rate if self.training else 0.0
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=(term + mask[:, None]) / math.sqrt(width), dropout_p=p)
+        else:
+            scores = (q @ k.mT + term) / math.sqrt(width)
+            scores = scores.masked_fill(mask[:, None] == 0, -math.inf) if mask.numel() else scores
+            out = self.dropout(scores.softmax(-1)) @ v
+        return self.linear_out(out.transpose(1, 2).flatten(2)), cache
+
+
 class WindowAttention(nn.Module):
     """Swin's attention, of which only the table matters here."""
 

@@ -64,7 +64,7 @@ its first layer has a window. Inkling's is in test_a_static_cache_that_counts_in
 def test_generation(name: str, how: str) -> None:
     """The same tokens, in batches that are padded on the left or not."""
     # The stock model cannot read more with a static cache than its window.
-    changes: dict[str, Any] = {"sliding_window_size": 40} if name == "inkling2" and "static" in how else {}
+    changes: dict[str, Any] = {"sliding_window_size": 40} if name.startswith("inkling2") and "static" in how else {}
     model = writer(name, **changes)
     torch.manual_seed(1)
     tokens = torch.randint(1, 50, (2, 12))

@@ -273,7 +273,7 @@ def test_hidden_states(name: str) -> None:
         assert_near("states", states, expected)
 
 
-SEVERAL_GRAPHS = ("nemotron_asr_streaming", "vits", "switch_transformers", "inkling2")
+SEVERAL_GRAPHS = ("nemotron_asr_streaming", "vits", "switch_transformers", "inkling2", "inkling2_loop")
 """Families whose stock model cannot be compiled as one graph either."""
 
 

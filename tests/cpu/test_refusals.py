@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests import survey
 from tests.cpu import stock
 from tests.cpu.stock import Altered, ShawAttention, StepByStep, refusal
 from triton_relattn import enable
@@ -225,3 +226,9 @@ def test_families_that_stay_stock(name: str) -> None:
         report = enable(nn.ModuleDict({"stock": model, "served": ShawAttention()}))
     assert set(report) == {"served"} and report.left
     assert all(word in row.kind and "use" in row.reason for row in report.rows if row.reason)
+
+
+def test_every_class_of_transformers_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+    """None with relative attention is neither served nor named."""
+    pytest.importorskip("transformers")
+    assert survey.main(["transformers"]) == 0, [line for line in capsys.readouterr().out.splitlines() if line.startswith("NEW")]

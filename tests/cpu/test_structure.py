@@ -59,6 +59,22 @@ def joint_music() -> tuple[Any, ...]:
     return x, x, x, None, True, torch.full((LENGTH, LENGTH), -math.inf).triu(1)
 
 
+def gated() -> tuple[Any, ...]:
+    x = states(LENGTH, 8, WIDTH)
+    return x, x, x, ~padding(8), False
+
+
+def behind_memory(past: int = 40) -> tuple[Any, ...]:
+    hidden = torch.ones(LENGTH, past + LENGTH, dtype=torch.bool).triu(1 + past)
+    biases = states(4, WIDTH // 4), states(4, WIDTH // 4)
+    return states(LENGTH, 8, WIDTH), states(past + LENGTH, 1, WIDTH), *biases, hidden[..., None], states(past, 8, WIDTH)
+
+
+def left_right(added: bool) -> tuple[Any, ...]:
+    x, visible = states(8, LENGTH, WIDTH), padding(8)[:, None]
+    return x, x, x, torch.zeros(visible.shape).masked_fill(~visible, -1e10) if added else visible
+
+
 EQUAL: dict[str, tuple[Callable[[], Any], Callable[[], tuple[Any, ...]]]] = {
     "vits": (stock.SpeechBlock, speech),
     "vits, tables per head": (lambda: stock.SpeechBlock(shared=False), lambda: speech(masked=False)),
@@ -73,6 +89,11 @@ EQUAL: dict[str, tuple[Callable[[], Any], Callable[[], tuple[Any, ...]]]] = {
     "enformer": (stock.FeatureAttention, lambda: (states(*LONG),)),
     "music": (stock.MusicAttention, lambda: music(torch.ones(LENGTH, LENGTH).triu(1))),
     "music, joint": (stock.JointMusicAttention, joint_music),
+    "wavlm": (stock.GatedAttention, gated),
+    "transformer-xl": (stock.MemoryAttention, behind_memory),
+    "transformer-xl, norm first": (lambda: stock.MemoryAttention(pre_lnorm=True), behind_memory),
+    "wenet": (stock.LeftRightAttention, lambda: left_right(added=False)),
+    "wenet, added": (lambda: stock.LeftRightAttention(use_sdpa=True), lambda: left_right(added=True)),
     "t5": (stock.BucketAttention, lambda: (0.2 * states(*LONG), hidden_keys())),
     "t5, past": (lambda: stock.BucketAttention(causal_buckets=True), lambda: (0.2 * states(*LONG),)),
 }
@@ -110,8 +131,9 @@ def test_equal_modules_are_replaced(name: str) -> None:
     assert_same(ours, expected)
     pairs = GRID[0] * GRID[1] if name == "sam" else LENGTH
     assert sizes.ours and dense.squares(pairs)
-    # The Music Transformer's calls have a mask (N, N) themselves.
-    per_head = [shape for shape in sizes.squares(pairs) if math.prod(shape) > pairs**2 or "music" not in name]
+    # Calls of the Music Transformer and Transformer-XL have a mask (Nq, Nk) themselves.
+    mask = max((math.prod(value.shape) for value in given[3:] if getattr(value, "dtype", None) == torch.bool), default=0)
+    per_head = [shape for shape in sizes.squares(pairs) if math.prod(shape) > max(mask, pairs**2 * ("music" in name))]
     assert not per_head or name == "vits"  # whose mask is one for all pairs
     assert enable(model) == {}
     assert disable(model) == {"block": stock_class.__name__} and type(module) is stock_class
@@ -255,6 +277,32 @@ def test_calls_that_were_not_compared_are_the_stock_class_s() -> None:
     assert_as_stock(shaw, x, is_ours=False)
 
 
+def test_layers_that_share_a_bias() -> None:
+    """The second gets the first's in its small form; if it is stock, in its dense one."""
+    module = stock.GatedLayers().double().eval()
+    x, mask = states(LENGTH, 8, WIDTH), ~padding(8)
+    expected = computed(module, nn.Module.__call__, x, mask)
+    assert set(enable(module, check_calls=False)) == {"first", "second"}
+    for parts in ("both", "the first"):
+        with Sizes() as sizes:
+            assert_same(computed(module, nn.Module.__call__, x, mask), expected)
+        assert sizes.ours and bool(sizes.squares(LENGTH)) == (parts == "the first")
+        disable(module.second)
+
+
+def test_a_cache_of_keys_and_values() -> None:
+    module = stock.LeftRightAttention().double().eval()
+    x, past = states(1, 384, WIDTH), (states(1, 4, 6, 8), states(1, 4, 6, 8))
+    given = x, x, x, torch.ones(1, 1, 390, dtype=torch.bool), torch.empty(0), past
+    expected = module(*given)
+    enable(module)
+    with Sizes() as sizes:
+        found = module(*given)
+    assert sizes.ours
+    assert_near("out", found[0], expected[0])
+    assert all(torch.equal(*pair) for pair in zip(found[1], expected[1], strict=True))
+
+
 def test_a_mask_that_shows_the_future() -> None:
     """The Music Transformer's skew leaves other rows' terms there: such a call is the stock class's."""
     module, x = stock.MusicAttention().eval(), torch.randn(4, 257, WIDTH)
@@ -264,6 +312,10 @@ def test_a_mask_that_shows_the_future() -> None:
     mask[3, 200] = 0
     for other in (mask, None):
         assert_as_stock(module, x, x, x, other, is_ours=False)
+    module, given = made("transformer-xl")
+    enable(module)
+    given[4][3, 60] = False
+    assert_as_stock(module, *given, is_ours=False)
 
 
 def test_the_report() -> None:

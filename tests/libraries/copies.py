@@ -120,6 +120,24 @@ def borzoi(**settings: Any) -> nn.Module:
     return load_class("borzoi_pytorch.pytorch_borzoi_transformer", "Attention")(**settings)  # type: ignore[no-any-return]
 
 
+def beats(module: str) -> Callable[..., nn.Module]:
+    """BEATs' attention, or WavLM's, in a file that begins with imports of audio."""
+
+    def build(**settings: Any) -> nn.Module:
+        absent("torchaudio", "soundfile")
+        for package in ("speechbrain.lobes.models", "TTS.vc.layers.freevc.wavlm"):
+            if module.startswith(package):
+                bare(*(package[:end] for end in range(len(package)) if package[end] == "."), package)
+        return load_class(module, "MultiheadAttention")(**settings)  # type: ignore[no-any-return]
+
+    return build
+
+
+def torchaudio(**settings: Any) -> nn.Module:
+    bare("torchaudio", "torchaudio.models", "torchaudio.models.wav2vec2")
+    return load_class("torchaudio.models.wav2vec2.wavlm_attention", "WavLMSelfAttention")(**settings)  # type: ignore[no-any-return]
+
+
 VITS = {"hidden_channels": 16, "filter_channels": 24, "n_heads": 2, "n_layers": 2, "kernel_size": 3, "window_size": 3}
 VITS_USUAL = {"hidden_channels": 192, "filter_channels": 768, "n_heads": 2, "n_layers": 6, "kernel_size": 3}
 SAM = {"img_size": 128, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 2, "use_rel_pos": True, "window_size": 3}
@@ -141,12 +159,30 @@ def frames_and_mask_first() -> tuple[Any, ...]:
     return x, y, z, mask, positions
 
 
+def time_first() -> tuple[Any, ...]:
+    """Arguments of fairseq's attention: the mask of padding, no incremental state, and no weights."""
+    x = states(LENGTH, 2, 16)
+    return x, x, x, ~REAL, None, False
+
+
 def image() -> tuple[Any, ...]:
     return (states(2, 3, 128, 128),)
 
 
+BUCKETED = {"embed_dim": 16, "num_heads": 2, "has_relative_attention_bias": True, "num_buckets": 32, "max_distance": 80}
+BUCKETED_USUAL = BUCKETED | {"embed_dim": 768, "num_heads": 12, "num_buckets": 320, "max_distance": 800}
+GATED = {"self_attention": True, "gru_rel_pos": True}
 REAL_FRAMES = REAL[:, None]
 COPIES = (
+    Copy("torchaudio", "torchaudio", torchaudio, BUCKETED, lambda: (states(2, LENGTH, 16), ~REAL), BUCKETED_USUAL),
+    *(
+        Copy(name, package, beats(module), BUCKETED | GATED, time_first, BUCKETED_USUAL | GATED)
+        for name, package, module in (
+            ("espnet, BEATs", "espnet2", "espnet2.asr.encoder.beats_encoder"),
+            ("speechbrain, BEATs", "speechbrain", "speechbrain.lobes.models.beats"),
+            ("coqui, WavLM", "TTS", "TTS.vc.layers.freevc.wavlm.modules"),
+        )
+    ),
     Copy("piper", "piper", piper, VITS, speech, VITS_USUAL | {"window_size": 4}, counts=REAL_FRAMES),
     Copy("RVC", "rvc", rvc, VITS, speech, VITS_USUAL | {"window_size": 10}, counts=REAL_FRAMES),
     Copy("so-vits-svc", "so_vits_svc_fork", so_vits_svc, VITS, speech, VITS_USUAL | {"window_size": 4}, counts=REAL_FRAMES),

@@ -22,7 +22,7 @@ all_copies = pytest.mark.parametrize(
     [
         pytest.param(
             copy,
-            id=copy.package,
+            id=copy.name,
             marks=pytest.mark.skipif(not is_installed(copy.package), reason="not installed: make test-libraries"),
         )
         for copy in COPIES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import io
 import math
 from typing import Any
@@ -22,10 +23,13 @@ from tests.cpu.models import (
     output,
     results,
     runs_the_operator,
+    varied,
 )
-from tests.libraries.models import HEADS, MODELS, Model
+from tests.libraries.copies import states
+from tests.libraries.models import HEADS, MEL, MODELS, Model, nemo
 from tests.libraries.standins import is_installed
 from tests.tolerance import assert_near
+from triton_relattn import disable, enable
 
 
 def parametrize_models(*models: Model) -> Any:
@@ -177,3 +181,43 @@ def test_unknown_arguments_are_refused(kind: Model) -> None:
     for module, (args, kwargs) in calls.items():
         with pytest.raises(TypeError, match="of_a_later_version"), torch.no_grad(), in_float64():
             module(*args, **kwargs, of_a_later_version=torch.ones(1))
+
+
+def dense_flex(q: Any, k: Any, v: Any, block_mask: Any = None, score_mod: Any = None) -> Any:
+    """FlexAttention with gradients on a CPU."""
+    batch, head, i, j = torch.meshgrid(*map(torch.arange, (*q.shape[:3], k.shape[2])), indexing="ij")
+    scores = score_mod(q @ k.mT / math.sqrt(q.shape[-1]), batch, head, i, j)
+    return scores.masked_fill(~block_mask.mask_mod(batch, head, i, j), -math.inf).softmax(-1) @ v
+
+
+@pytest.mark.skipif(not is_installed("nemo"), reason="not installed: make test-libraries")
+@pytest.mark.parametrize("settings", [{}, {"attn_mode": "causal", "qk_norm": True, "qkv_bias": True}], ids=["full", "causal"])
+def test_nemos_transformer_encoder(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs are FlexAttention's, gradients those of its formula; and it trains on a CPU, which the stock encoder cannot."""
+    nemo()
+    stock = importlib.import_module("nemo.collections.asr.modules.transformer_encoder")
+    sizes = {"feat_in": MEL, "d_model": 32, "n_heads": 2, "n_layers": 2, "drop_rate": 0.0, "subsampling": "stacking"}
+    torch.manual_seed(0)
+    model = varied(stock.TransformerEncoder(**sizes, subsampling_factor=2, **settings)).double().eval()
+    given = {"audio_signal": states(2, MEL, 2 * LENGTH), "length": torch.tensor([2 * LENGTH, LENGTH])}
+    with torch.no_grad():
+        flex = model(**given)[0]
+    with pytest.raises(NotImplementedError):
+        model(**given)[0].sum().backward()
+    with monkeypatch.context() as patch:
+        patch.setattr(stock, "flex_attention", dense_flex)
+        expected = computed(model, given)
+    assert len(enable(model)) == 3
+    ours = computed(model, given)
+    assert_same(ours, expected)
+    assert_near("FlexAttention", ours["out"], flex)
+    optimizer = torch.optim.SGD(model.train().parameters(), lr=1e-3)
+    losses = []
+    for _ in range(3):
+        loss = model(**given)[0].square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    assert losses[2] < losses[1] < losses[0]
+    disable(model)

@@ -34,11 +34,12 @@ def enable(model: Any, *, lengths: int | Sequence[int] = 4096, check_calls: bool
 
     - vectors for keys and values in a window, with a proximal bias (VITS: RVC, GPT-SoVITS, so-vits-svc, piper, coqui, ...);
     - Transformer-XL's terms with projected positions (ESPnet's Conformer: FunASR, chatterbox, copies in recipes);
-    - the same with features of the distance (Enformer, Borzoi);
+    - the same with features of the distance (Enformer, Borzoi), or with a memory (Transformer-XL's own layer);
     - decomposed positions on a grid (SAM, ViTDet: segment-anything, cellpose, timm, mmdet, detectron2);
-    - an embedding of clipped distances (Shaw et al.: lucidrains' conformer);
+    - an embedding of clipped distances (Shaw et al.: lucidrains' conformer, WeNet);
     - a row per distance to the past (Music Transformer);
-    - a bias by bucket that a layer makes of its own embedding (T5).
+    - a bias by bucket that a layer makes of its own embedding (T5);
+    - a bias by bucket, times a gate, that the first layer makes (WavLM: torchaudio, BEATs, copies in programs for voices).
 
     Before a module is replaced, its forward and ours run side by side, with the module's settings and random weights, in float64
     on the CPU: outputs and all gradients agree to 2**-30 of the largest number (1e-9). What disagrees stays as it is. Then some

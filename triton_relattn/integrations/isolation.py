@@ -41,10 +41,14 @@ def weights_dropout(p: float) -> float:
 
 
 def are_shares(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor may be attention weights: no number is negative, and no row's sum is more than one."""
+    """Return whether a tensor may be attention weights: no number is negative, and no row's sum is more than one, or all sums
+    along another dimension are one.
+    """
     if tensor.dim() < 3 or bool((tensor < 0).any()):
         return False
-    return not bool((tensor.detach().sum(-1, dtype=torch.float32) > 1.05).any())
+    if not bool((tensor.detach().sum(-1, dtype=torch.float32) > 1.05).any()):
+        return True
+    return any(bool(((tensor.detach().sum(dim) - 1).abs() < 1e-3).all()) for dim in range(tensor.dim() - 1))
 
 
 class Dropout(TorchFunctionMode):

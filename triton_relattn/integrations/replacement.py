@@ -54,7 +54,8 @@ class Match(NamedTuple):
 class Replacement:
     """Ours in place of a stock class's forward, for the calls that ours serves; all others are the stock forward's.
 
-    stock: the class. ours: a class derived from InPlace, or a Kind, whose functions are called with the module
+    stock: the class; ``stock_forward`` of ours may compute its calls with other functions. ours: a class derived from InPlace, or
+    a Kind, whose functions are called with the module
     first. function: our forward. names: our names for the stock forward's arguments. harmless: arguments that have no effect on
     the result. mask: the stock forward's name for the mask. constants: arguments without a gradient.
     """
@@ -71,6 +72,7 @@ class Replacement:
     ) -> None:
         parameters = list(inspect.signature(stock.forward).parameters.values())[1:]
         self.stock, self.ours, self.function, self.names = stock, ours, forward, dict(names)
+        self.stock_forward = getattr(ours, "stock_forward", stock.forward)
         self.harmless, self.mask, self.constants = frozenset(harmless), mask, frozenset((mask, *ours.constants))
         by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         self.positional = [item.name for item in parameters if item.kind in by_position]
@@ -155,7 +157,7 @@ class Replacement:
 
     def by_stock(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute a call by the stock forward."""
-        return self.stock.forward(module, *map(to_dense, args), **{name: to_dense(value) for name, value in kwargs.items()})
+        return self.stock_forward(module, *map(to_dense, args), **{name: to_dense(value) for name, value in kwargs.items()})
 
     def by_ours(self, module: Any, kwargs: dict[str, Any]) -> Any:
         """Compute a call by ours, to compare it; raise NotImplementedError if ours does not serve it."""

@@ -23,6 +23,11 @@ SOURCES = (
         "NeMo's Conformer",
         {"ConformerEncoder": "conformer.ConformerEncoder"},
     ),
+    Source(
+        "nemo.collections.asr.modules.transformer_encoder",
+        "NeMo's TransformerEncoder",
+        {"MultiHeadAttention": "transformer.MultiHeadAttention", "TransformerEncoder": "transformer.TransformerEncoder"},
+    ),
 )
 LIBRARY = Library("nemo_toolkit", __name__, SOURCES)
 

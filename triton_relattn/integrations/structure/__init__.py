@@ -19,19 +19,24 @@ from .buckets import BucketedBias
 from .enformer import DistanceFeatures
 from .grid import DecomposedPositions
 from .kind import Kind
+from .memory import MemoryBefore
 from .music import PastRows
 from .not_served import recognised
-from .shaw import ClippedDistances
+from .shaw import ClippedDistances, LeftAndRight
 from .transformer_xl import ProjectedPositions
 from .vits import WindowedVectors
+from .wavlm import GatedBuckets
 
 KINDS: tuple[type[Kind], ...] = (
     WindowedVectors,
     ProjectedPositions,
     DistanceFeatures,
     DecomposedPositions,
+    LeftAndRight,
     ClippedDistances,
     PastRows,
+    MemoryBefore,
+    GatedBuckets,
     BucketedBias,
 )
 

@@ -74,7 +74,8 @@ class Kind:
     mask_dims: ClassVar[int] = 2
     """The dimensions of a mask of padding, (B, N), (B, 1, N) or (B, 1, 1, N)."""
     fewest = FEWEST
-    small = constants = ()
+    small: tuple[str, ...] = ()
+    constants: tuple[str, ...] = ()
     passes_on = lacks_weights = False
 
     def __init__(self, stock: type[nn.Module], layout: Layout) -> None:
@@ -85,6 +86,13 @@ class Kind:
     def read(cls, module: nn.Module) -> Reading | None:
         """Return how a module may be read; None: it is of another kind. Refused: it is, and cannot be served."""
         raise NotImplementedError
+
+    @classmethod
+    def channels(cls, module: nn.Module, roles: dict[str, str]) -> tuple[int, int]:
+        """Return the width of the states, and of the heads together."""
+        role = next(role for role in ("query", "qkv", "out") if role in roles)
+        channels, projected = projections(module)[roles[role]]
+        return channels, projected // (3 if role == "qkv" else 1)
 
     @classmethod
     def arguments(cls, forward: Any) -> Iterator[dict[str, str]]:
@@ -99,13 +107,12 @@ class Kind:
         if (reading := cls.read(module)) is None:
             return
         roles, choices = reading
-        role = next(role for role in ("query", "qkv", "out") if role in roles)
-        channels, projected = projections(module)[roles[role]]
+        channels, projected = cls.channels(module, roles)
         for arguments in cls.arguments(type(module).forward):
             meanings = cls.meanings if MASK in arguments.values() else (None,)
             for chosen in itertools.product(*choices.values(), meanings):
                 options = dict(zip([*choices, MASK], chosen, strict=True))
-                heads = projected // options["width"] // (3 if role == "qkv" else 1)
+                heads = projected // options["width"]
                 yield Layout(tuple(roles.items()), tuple(arguments.items()), tuple(options.items()), channels, heads)
 
     @classmethod
@@ -238,6 +245,19 @@ class Kind:
         if isinstance(vars(module).get("attn"), torch.Tensor):
             module.attn = None  # the weights that stock classes leave there, (B, H, N, N)
         return getattr(module, self.layout.drops_out)(out) if self.layout.drops_out else out
+
+
+def hides_future(mask: torch.Tensor, visible: Any) -> bool:
+    """Return whether a mask hides all keys behind each query; visible: the operator's mask of it, of which the last query is at
+    the last key. A compiler cannot know, nor can a tensor without values.
+    """
+    if torch.compiler.is_compiling() or type(mask) is not torch.Tensor:
+        return False
+    if mask.is_meta:  # memory is counted
+        return True
+    queries, keys = visible.shape[-2:]
+    future = torch.ones(queries, keys, dtype=torch.bool, device=mask.device).triu_(1 + keys - queries)
+    return not bool(((visible > LOW if visible.is_floating_point() else visible) & future).any())
 
 
 def observed(kind: type[Kind], layout: Layout, model: Any) -> Layout:

@@ -18,7 +18,7 @@ from ...positions import RelativePositions
 from ..in_place import num_heads
 from ..operators import fused_relative_attention, join_heads, split_heads
 from ..shadow import projections
-from .kind import ADDED, HIDDEN, LOW, SHOWN, Kind, Reading
+from .kind import ADDED, HIDDEN, SHOWN, Kind, Reading, hides_future
 from .roles import MASK, assigned, is_table, own_parameters, split_words, table_weight
 
 
@@ -87,18 +87,7 @@ class PastRows(Kind):
             return False
         if not self.options["clips"] and length > len(table_weight(self.part(module, "rel_key"))):
             return False
-        return mask.dim() in (2, 4) and self._hides_future(mask)
-
-    def _hides_future(self, mask: torch.Tensor) -> bool:
-        """Return whether a mask hides all keys behind each query. A compiler cannot know, nor can a tensor without values."""
-        if torch.compiler.is_compiling() or type(mask) is not torch.Tensor:
-            return False
-        if mask.is_meta:  # memory is counted
-            return True
-        means = self.options["mask"]
-        future = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu_(1)
-        hidden = mask <= LOW if means == ADDED else mask == 0 if means == SHOWN else mask != 0
-        return bool((hidden | ~future).all())
+        return mask.dim() in (2, 4) and hides_future(mask, self.attn_mask(mask))
 
     def pairs(self, module: Any, **given: Any) -> int:
         query = self.swap(given["query"])

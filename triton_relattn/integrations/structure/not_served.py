@@ -43,7 +43,12 @@ NOT_SERVED = (
         f"its rows depend on the tokens: {AS_MASK}",
     ),
     NotServed(
-        "a bias by bucket that layers share (T5, WavLM)",
+        "DeBERTa's terms in a class of its own package",
+        (("pos_key_proj", "pos_proj"), ("query_proj", "in_proj"), ("pos_att_type",)),
+        "transformers' DebertaV2Model takes the same weights, and enable knows it",
+    ),
+    NotServed(
+        "a bias by bucket that layers share (T5)",
         (("relative_attention_bias", "relative_position_bias", "rel_attn_embed"),),
         "its layers pass the bias (H, N, N) on; enable knows those of transformers; in a model of your own pass on "
         "the table instead, and pass it as rel_bias",

@@ -36,6 +36,12 @@ FAMILIES = (
     Family("vits", "VITS, text encoder", "q · E and a table of values in a window"),
     Family("inkling", "Inkling, language model", "r · W of the past, in windows; grouped heads"),
     Family("inkling2", "Inkling 2, language model", "r · W of the past, in windows; grouped heads; a sink of each query"),
+    Family(
+        "inkling2_loop",
+        "Inkling 2 Loop, language model",
+        "r · W of the past, in windows; grouped heads; a sink of each query",
+        "0.3.0",
+    ),
     Family("gemma4", "Gemma 4, audio encoder", "q · R in a window, softcap"),
     Family("t5", "T5", f"{BUCKETS}, one table for all layers"),
     Family("mt5", "mT5", f"{BUCKETS}, one table for all layers"),
@@ -110,9 +116,10 @@ CLASSES = {
     "granite_speech.GraniteSpeech5Attention": "granite_speech5.GraniteSpeech5EncoderAttention",
     "inkling.InklingAttention": "inkling.InklingAttention",
     "inkling.InklingModel": "inkling.InklingModel",
-    "inkling2.FullAttention": "inkling2.Inkling2FullAttention",
-    "inkling2.SinkAttention": "inkling2.Inkling2SlidingAttention",
+    "inkling2.FullAttention": "inkling2.Inkling2FullAttention inkling2_loop.Inkling2LoopFullAttention",
+    "inkling2.SinkAttention": "inkling2.Inkling2SlidingAttention inkling2_loop.Inkling2LoopSlidingAttention",
     "inkling2.TextModel": "inkling2.Inkling2TextModel",
+    "inkling2_loop.TextModel": "inkling2_loop.Inkling2LoopTextModel",
     "kinds.FastSpeech2ConformerAttention": "fastspeech2_conformer.FastSpeech2ConformerAttention",
     "kinds.GridAttention": "sam.SamVisionAttention sam.SamVisionSdpaAttention sam_hq.SamHQVisionAttention "
     "sam_hq.SamHQVisionSdpaAttention deepseek_ocr2.DeepseekOcr2SamVisionAttention "

@@ -123,8 +123,12 @@ def no_distances(*args: Any, **given: Any) -> Any:
     return Compact.of(None, lambda _: stock.get_relative_distance(**named))
 
 
+def without_distances(model: Any) -> Any:
+    """Return a text model's forward that does not make the distances of all pairs."""
+    forward = with_globals(inspect.unwrap(model.forward), get_relative_distance=no_distances)
+    return merge_with_config_defaults(capture_outputs(forward))
+
+
 class TextModel(Encoder):
     if not IS_5_23:
-        forward = merge_with_config_defaults(
-            capture_outputs(with_globals(inspect.unwrap(stock.Inkling2TextModel.forward), get_relative_distance=no_distances))
-        )
+        forward = without_distances(stock.Inkling2TextModel)
