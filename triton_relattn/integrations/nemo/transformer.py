@@ -31,7 +31,7 @@ def flex_attention(
     return scores.softmax(-1).nan_to_num(0.0) @ value  # a query without keys gets 0
 
 
-class MultiHeadAttention(InPlace, stock.MultiHeadAttention):
+class MultiHeadAttention(InPlace):
     """((q_i + u) . k_j + (q_i + v) . R[j - i]) / sqrt(D); R, a row per distance and head, projected sinusoids."""
 
     fewest = 0  # the stock forward cannot train on a CPU
@@ -71,12 +71,15 @@ def small_mask(keys: tuple[torch.Tensor, bool], B: int, H: int, Q_LEN: int, KV_L
     lengths, is_causal = keys
     mask = stock._make_padding_mod(lengths)
     mask = stock.and_masks(stock._make_causal_mod(), mask) if is_causal else mask
-    make = lambda: stock.create_block_mask(mask, B=B, H=H, Q_LEN=Q_LEN, KV_LEN=KV_LEN, device=device or lengths.device)  # noqa: E731
+    sizes = {"B": B, "H": H, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN, "device": device or lengths.device}
+    make = functools.partial(stock.create_block_mask, mask, **sizes)
     return ChunkedWindow(lengths, right=0 if is_causal else -1, make=make)
 
 
-_small = with_globals(
-    stock.TransformerEncoder.forward_internal,
+# The encoder's own code, where the functions that make a BlockMask make the arguments of small_mask
+STOCK = stock.TransformerEncoder.forward_internal
+SMALL = with_globals(
+    STOCK,
     _make_causal_mod=lambda: True,
     _make_padding_mod=lambda lengths: (lengths, False),
     and_masks=lambda is_causal, keys: (keys[0], is_causal),
@@ -84,7 +87,7 @@ _small = with_globals(
 )
 
 
-class TransformerEncoder(PassesOn, stock.TransformerEncoder):
+class TransformerEncoder(PassesOn):
     """Encoder that passes lengths to its attention, instead of torch's BlockMask."""
 
     @staticmethod
@@ -92,5 +95,5 @@ class TransformerEncoder(PassesOn, stock.TransformerEncoder):
         return module.self_attention_model == "rel_pos"  # type: ignore[no-any-return]
 
     def forward_internal(self, audio_signal: torch.Tensor, length: torch.Tensor, bypass_pre_encode: bool = False) -> Any:
-        forward = super().forward_internal if is_graph() else _small.__get__(self)
-        return forward(audio_signal, length, bypass_pre_encode)
+        forward = STOCK if is_graph() else SMALL
+        return forward(self, audio_signal, length, bypass_pre_encode)
