@@ -22,10 +22,11 @@ from .kind import Kind
 from .memory import MemoryBefore
 from .music import PastRows
 from .not_served import recognised
-from .shaw import ClippedDistances, LeftAndRight
+from .shaw import ClippedDistances
 from .transformer_xl import ProjectedPositions
 from .vits import WindowedVectors
 from .wavlm import GatedBuckets
+from .wenet import LeftAndRight
 
 KINDS: tuple[type[Kind], ...] = (
     WindowedVectors,
