@@ -49,6 +49,7 @@ NAMES = {
     "falcon": "Falcon with ALiBi",
     "inkling": "Inkling",
     "inkling2": "Inkling 2",
+    "inkling2_loop": "Inkling 2 Loop",
     "sam": "SAM",
     "sam_hq": "SAM-HQ",
     "vitdet": "ViTDet",

@@ -72,7 +72,6 @@ class Replacement:
     ) -> None:
         parameters = list(inspect.signature(stock.forward).parameters.values())[1:]
         self.stock, self.ours, self.function, self.names = stock, ours, forward, dict(names)
-        self.stock_forward = getattr(ours, "stock_forward", stock.forward)
         self.harmless, self.mask, self.constants = frozenset(harmless), mask, frozenset((mask, *ours.constants))
         by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         self.positional = [item.name for item in parameters if item.kind in by_position]
@@ -157,7 +156,8 @@ class Replacement:
 
     def by_stock(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute a call by the stock forward."""
-        return self.stock_forward(module, *map(to_dense, args), **{name: to_dense(value) for name, value in kwargs.items()})
+        forward = getattr(self.ours, "stock_forward", None) or self.stock.forward  # that which the class has now
+        return forward(module, *map(to_dense, args), **{name: to_dense(value) for name, value in kwargs.items()})
 
     def by_ours(self, module: Any, kwargs: dict[str, Any]) -> Any:
         """Compute a call by ours, to compare it; raise NotImplementedError if ours does not serve it."""
