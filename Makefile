@@ -89,6 +89,7 @@ test-newest: ## all tests with the newest torch, triton and transformers, in .ve
 
 # Classes of other libraries and copies of attention in packages, enabled, and the repository for the hub, in .venv-libraries,
 # which has these libraries' own files, and stand-ins for the hundreds of packages that they import beside what is tested.
+# torchaudio lies beside it: its library needs CUDA, and others import it if they find it.
 test-libraries: .venv-libraries/installed ## classes of other libraries, enabled, in .venv-libraries (1 GB)
 	.venv-libraries/bin/python -m pytest -n 2 --dist worksteal -q tests/libraries --ignore tests/libraries/wrappers
 	.venv-libraries/bin/python -m pytest -n 2 --dist worksteal -q tests/libraries/wrappers
@@ -98,6 +99,7 @@ test-libraries: .venv-libraries/installed ## classes of other libraries, enabled
 	$(PYTHON) -m venv .venv-libraries
 	.venv-libraries/bin/pip install --quiet --constraint $(CONSTRAINTS) torch numpy pytest pytest-xdist
 	.venv-libraries/bin/pip install --quiet --no-deps --requirement requirements-libraries.txt
+	.venv-libraries/bin/pip install --quiet --no-deps --target .venv-libraries/beside torchaudio==2.11.0
 	touch $@
 
 # Imports; every kernel compiled, with every feature; rotations in registers; the operator and random calls in the interpreter.

@@ -133,6 +133,9 @@ def beats(module: str) -> Callable[..., nn.Module]:
     return build
 
 
+sys.path.append(f"{sys.prefix}/beside")
+
+
 def torchaudio(**settings: Any) -> nn.Module:
     bare("torchaudio", "torchaudio.models", "torchaudio.models.wav2vec2")
     return load_class("torchaudio.models.wav2vec2.wavlm_attention", "WavLMSelfAttention")(**settings)  # type: ignore[no-any-return]
