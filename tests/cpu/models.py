@@ -23,10 +23,10 @@ from triton_relattn.integrations.transformers import disable, enable
 from triton_relattn.testing import dropout_mask
 
 LENGTH = 37
-"""Frames, or tokens: no width of the small models, no multiple of a chunk, more than all windows and tables."""
+"""Frames or tokens: unlike any width of the small models, no multiple of a chunk, longer than all windows and tables."""
 WHOLE, PADDED = [LENGTH, LENGTH], [LENGTH, 22]
 SHARPER: dict[str, dict[str, Any]] = {"gemma4": {"attention_logit_cap": 3.0}}
-"""What makes a family's attention easier to get wrong: a limit of the logits that is felt."""
+"""Settings that expose errors in a family's attention: a softcap low enough to change the logits."""
 T5 = ("t5", "mt5", "umt5", "switch_transformers", "pop2piano", "pix2struct")
 WAVLM = ("wavlm", "wavlm_stable")
 CAUSAL = ("inkling", "bloom", "mpt", "falcon", "longt5", *T5)
@@ -34,7 +34,7 @@ Results = dict[str, torch.Tensor]
 
 
 def build(name: str, dtype: torch.dtype = torch.float32, layers: int = 2, **changes: Any) -> Any:
-    """A small model of a family, no parameter of which is zero. Older versions of transformers do not have every family."""
+    """A small model of a family, with no zero parameters. Older versions of transformers lack some families."""
     pytest.importorskip(f"transformers.models.{FAMILIES[name].folder}", reason="not in this version of transformers")
     torch.manual_seed(0)
     model: nn.Module = FAMILIES[name].build(small=True, layers=layers, **{**SHARPER.get(name, {}), **changes})
@@ -42,7 +42,7 @@ def build(name: str, dtype: torch.dtype = torch.float32, layers: int = 2, **chan
 
 
 def subject(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, dict[str, Any]]:
-    """A model of a family, or "toy", of no library, and arguments, long enough that the operator is used."""
+    """A model of a family, or "toy", which belongs to no library, with inputs long enough for the operator to run."""
     if name != "toy":
         model = build(name, dtype)
         return model, arguments(name, model, PADDED)
@@ -52,7 +52,7 @@ def subject(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, dict[st
 
 
 def writer(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """A small model of a family with a head for tokens, which never ends a text."""
+    """A small model of a family with a language-modelling head that never emits an end token."""
     family = FAMILIES[name]
     assert family.writer
     model = build(name, dtype, make=family.find(family.writer), **changes)
@@ -86,29 +86,29 @@ def arguments(name: str, model: nn.Module, lengths: list[int], length: int = LEN
 
 
 def in_precision(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    return {key: each.to(dtype) if each.is_floating_point() else each for key, each in given.items()}
+    return {key: tensor.to(dtype) if tensor.is_floating_point() else tensor for key, tensor in given.items()}
 
 
 def real(lengths: list[int], length: int = LENGTH) -> torch.Tensor:
-    """(B, length, 1), True where there is no padding."""
+    """(B, length, 1), True at positions that are not padding."""
     return (torch.arange(length) < torch.tensor(lengths)[:, None])[..., None]
 
 
 def padding_first(count: int, length: int = LENGTH) -> torch.Tensor:
-    """(2, length), 0 of the first tokens of the first sequence."""
+    """(2, length), 0 at the first `count` tokens of the first sequence, 1 elsewhere."""
     return (torch.arange(length) >= torch.tensor([[count], [0]])).long()
 
 
 def counting(name: str, lengths: list[int]) -> torch.Tensor | None:
-    """Positions that are compared: real ones, in families whose output at padding is their own.
+    """The positions to compare: those that are not padding, in families whose output at padding may differ.
 
-    In causal models so is that of queries that see no key: if padding comes last, those of a sequence that is all padding.
+    In causal models, queries that see no key are compared too if padding comes last: those of an all-padding sequence.
     """
     return real(lengths) if not FAMILIES[name].padding_matters or (name in CAUSAL and 0 in lengths) else None
 
 
 def counted(out: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
-    """An output (B, frames, C), zero where nothing counts. A frame may stand for several positions; it counts if they all do."""
+    """The output (B, frames, C) with zeros where positions are not compared. A frame counts if all positions it covers do."""
     if counts is None:
         return out
     size = -(-counts.shape[1] // out.shape[1])
@@ -117,7 +117,7 @@ def counted(out: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
 
 
 def forward(model: nn.Module, given: dict[str, Any]) -> torch.Tensor:
-    copies = {key: each.clone() if isinstance(each, torch.Tensor) else each for key, each in given.items()}
+    copies = {key: argument.clone() if isinstance(argument, torch.Tensor) else argument for key, argument in given.items()}
     return families.output(model(**copies))
 
 
@@ -137,18 +137,18 @@ class Sizes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         self.operators.add(str(func))
-        if not func.is_view:  # a mask that is expanded takes no memory
-            each = made if isinstance(made, (tuple, list)) else [made]
-            self.shapes += [tuple(tensor.shape) for tensor in each if isinstance(tensor, torch.Tensor)]
+        if not func.is_view:  # an expanded mask takes no memory
+            returned = made if isinstance(made, (tuple, list)) else [made]
+            self.shapes += [tuple(tensor.shape) for tensor in returned if isinstance(tensor, torch.Tensor)]
         return made
 
     @property
     def ours(self) -> bool:
-        """Whether the operator ran. That may compute the stock model's numbers, bit for bit."""
-        return any("triton_relattn" in each for each in self.operators)
+        """Whether the operator ran. Its output may equal the stock model's bit for bit."""
+        return any("triton_relattn" in operator for operator in self.operators)
 
     def squares(self, length: int) -> list[tuple[int, ...]]:
-        return [shape for shape in self.shapes if sum(each >= length - 1 for each in shape) > 1]
+        return [shape for shape in self.shapes if sum(size >= length - 1 for size in shape) > 1]
 
 
 def runs_the_operator(model: nn.Module, given: dict[str, Any]) -> bool:
@@ -158,7 +158,8 @@ def runs_the_operator(model: nn.Module, given: dict[str, Any]) -> bool:
 
 
 def assert_as_stock(module: nn.Module, *given: Any, is_ours: bool | None = None) -> None:
-    """A module computes what its stock class does, bit for bit if that class computes it. is_ours: whether the operator does."""
+    """A module computes what its stock class does, and bit for bit if the stock forward runs. is_ours: whether the operator must
+    run."""
     plain = copy.deepcopy(module)
     disable(plain)
     with Sizes() as sizes, torch.no_grad():
@@ -172,23 +173,25 @@ def assert_as_stock(module: nn.Module, *given: Any, is_ours: bool | None = None)
 
 
 def results(model: nn.Module, given: dict[str, Any], counts: torch.Tensor | None = None, seed: int = 2) -> Results:
-    """The output, and the gradients of all parameters and of inputs that are numbers, for a random gradient of the output; both
-    are zero where nothing counts."""
+    """The output, and the gradients of all parameters and floating-point inputs for a random output gradient. Output and output
+    gradient are zero at positions that are not compared."""
     model.zero_grad()
     torch.manual_seed(seed)
     np.random.seed(seed)
-    numbers = {key: each for key, each in given.items() if isinstance(each, torch.Tensor) and each.is_floating_point()}
-    inputs = {key: each.clone().requires_grad_() for key, each in numbers.items() if "mask" not in key}
+    numbers = {
+        key: argument for key, argument in given.items() if isinstance(argument, torch.Tensor) and argument.is_floating_point()
+    }
+    inputs = {key: number.clone().requires_grad_() for key, number in numbers.items() if "mask" not in key}
     out = forward(model, {**given, **inputs})
     d_out = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).to(out.dtype)
     out.backward(counted(d_out, counts))
-    leaves = {**{f"input {key}": each for key, each in inputs.items()}, **dict(model.named_parameters())}
-    gradients = {name: each.grad.clone() for name, each in leaves.items() if each.grad is not None}
+    leaves = {**{f"input {key}": leaf for key, leaf in inputs.items()}, **dict(model.named_parameters())}
+    gradients = {name: leaf.grad.clone() for name, leaf in leaves.items() if leaf.grad is not None}
     return {"out": counted(out.detach(), counts), **gradients}
 
 
 def parts(model: Any) -> list[nn.Module]:
-    """The module, or those that an object holds, as a pipeline does."""
+    """The module itself, or the modules that an object such as a pipeline holds."""
     if isinstance(model, nn.Module):
         return [model]
     values = {**vars(model), **getattr(model, "components", {})}.values()
@@ -214,12 +217,12 @@ def computed(model: Any, run: Callable[..., Any], *given: Any, counts: torch.Ten
 
 
 def is_number(value: Any) -> bool:
-    """Whether an argument is no mask."""
+    """Whether an argument is not a mask."""
     return isinstance(value, torch.Tensor) and value.dtype == torch.float64
 
 
 def both(model: nn.Module, given: dict[str, Any], counts: torch.Tensor | None = None) -> tuple[Results, Results]:
-    """Results of the enabled model, which runs the operator, and of the stock one, which it is again afterwards."""
+    """Results of the enabled model, which runs the operator, and of the same model after disable."""
     stock = results(model, given, counts)
     assert enable(model)
     with Sizes() as sizes:
@@ -230,10 +233,10 @@ def both(model: nn.Module, given: dict[str, Any], counts: torch.Tensor | None = 
 
 
 def assert_same(ours: Results, stock: Results) -> None:
-    """Relative to the largest number of each tensor; of gradients that cancel to nothing, to that of the largest gradient."""
+    """Compare relative to each tensor's largest value; gradients that cancel to zero, relative to the largest gradient."""
     assert ours.keys() == stock.keys()
     assert len(stock) > 4, "no gradients"
-    largest = max(float(each.abs().max()) for name, each in stock.items() if name != "out")
+    largest = max(float(result.abs().max()) for name, result in stock.items() if name != "out")
     for name, expected in stock.items():
         assert expected.isfinite().all(), f"{name} of the stock model is not finite"
         assert_near(name, ours[name], expected, smallest=largest / 100)
@@ -241,7 +244,7 @@ def assert_same(ours: Results, stock: Results) -> None:
 
 @contextmanager
 def in_float64() -> Iterator[None]:
-    """transformers' casts to float32 leave float64 as it is, so that all families compute in float64."""
+    """Keep transformers' casts to float32 from rounding float64 tensors, so that every family computes in float64."""
     to, to_float, softmax, zeros_like = torch.Tensor.to, torch.Tensor.float, nn.functional.softmax, torch.zeros_like
     make = torch.tensor
 
@@ -256,21 +259,21 @@ def in_float64() -> Iterator[None]:
         return zeros_like(tensor, dtype=None if tensor.dtype == torch.float64 and dtype == torch.float32 else dtype, **kwargs)
 
     def make_double(data: Any, *, dtype: torch.dtype | None = None, **kwargs: Any) -> torch.Tensor:
-        of_a_model = sys._getframe(1).f_globals["__name__"].startswith("transformers.")
-        return make(data, dtype=torch.float64 if of_a_model and dtype == torch.float32 else dtype, **kwargs)
+        called_by_transformers = sys._getframe(1).f_globals["__name__"].startswith("transformers.")
+        return make(data, dtype=torch.float64 if called_by_transformers and dtype == torch.float32 else dtype, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "tensor", make_double)  # DeBERTa's scale
+        patch.setattr(torch, "tensor", make_double)  # used for DeBERTa's scale
         patch.setattr(torch, "zeros_like", leave_zeros)
         patch.setattr(torch.Tensor, "to", leave)
-        patch.setattr(torch.Tensor, "float", lambda each: each if each.dtype == torch.float64 else to_float(each))
+        patch.setattr(torch.Tensor, "float", lambda tensor: tensor if tensor.dtype == torch.float64 else to_float(tensor))
         patch.setattr(nn.functional, "softmax", leave_softmax)
         yield
 
 
 @contextmanager
 def operators_dropout(heads: int, one_by_one: bool = False) -> Iterator[None]:
-    """Stock attention drops the probabilities that the operator does; one_by_one: as if called with one sequence at a time."""
+    """Make stock attention drop the same probabilities as the operator. one_by_one: as if each sequence were a separate call."""
     original = nn.functional.dropout
 
     def dropout(states: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
@@ -279,7 +282,7 @@ def operators_dropout(heads: int, one_by_one: bool = False) -> Iterator[None]:
             return original(states, p, training, inplace)
         probabilities = states if states.dim() == 4 else states.unflatten(0, (-1, heads))
         batch, _, queries, keys = probabilities.shape
-        keep = [dropout_mask(each, heads, queries, keys, p) for each in ([1] * batch if one_by_one else [batch])]
+        keep = [dropout_mask(count, heads, queries, keys, p) for count in ([1] * batch if one_by_one else [batch])]
         return (probabilities * torch.cat(keep) / (1 - p)).view_as(states)
 
     def attend(
@@ -291,7 +294,7 @@ def operators_dropout(heads: int, one_by_one: bool = False) -> Iterator[None]:
         is_causal: bool = False,
         scale: float | None = None,
     ) -> torch.Tensor:
-        """scaled_dot_product_attention, whose dropout would be out of reach."""
+        """scaled_dot_product_attention computed explicitly, because its own dropout cannot be patched."""
         assert not is_causal
         logits = (query.shape[-1] ** -0.5 if scale is None else scale) * query @ key.mT
         if attn_mask is not None and attn_mask.dtype == torch.bool:

@@ -34,7 +34,7 @@ def call_varlen(**changes: Any) -> Any:
 
 
 def says(message: str, *parts: str) -> None:
-    """Assert that a message has all parts; " | " separates them."""
+    """Assert that a message contains every part; parts are separated by " | "."""
     for part in " | ".join(parts).split(" | "):
         assert part in message, f"{part!r} is not in {message!r}"
 
@@ -49,24 +49,24 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return zeros(*shape, dtype=dtype, device="meta")
 
 
-def qkv(batch: int, heads: int, length: int, keys: int | None = None, heads_of_keys: int | None = None) -> Changes:
-    """Query, key and value of these sizes; (batch, length, heads, width) if heads and lengths are exchanged."""
-    keys, heads_of_keys = length if keys is None else keys, heads if heads_of_keys is None else heads_of_keys
+def qkv(batch: int, heads: int, length: int, keys: int | None = None, key_heads: int | None = None) -> Changes:
+    """Query, key and value of these sizes; pass heads and lengths swapped for the layout (batch, length, heads, width)."""
+    keys, key_heads = length if keys is None else keys, heads if key_heads is None else key_heads
     return {
         "query": zeros(batch, heads, length, 8),
-        "key": zeros(batch, heads_of_keys, keys, 8),
-        "value": zeros(batch, heads_of_keys, keys, 4),
+        "key": zeros(batch, key_heads, keys, 8),
+        "value": zeros(batch, key_heads, keys, 4),
     }
 
 
 def attend_out(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
-    """The output alone, of the default implementation."""
+    """Only the output, from the default implementation."""
     out: Any = fused_relative_attention(*tensors, **options)
     return out
 
 
 def four(*lengths: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
-    """query, key, value and a table of 9 rows, which want gradients."""
+    """query, key, value and a table of 9 rows, all requiring gradients."""
     num_queries, num_keys = lengths or (10, 10)
     inputs = make_inputs(2, 2, num_queries, num_keys, 8, num_rows=9, dtype=dtype, seed=0)
     return [tensor.requires_grad_() for tensor in inputs[:4] if tensor is not None]

@@ -19,19 +19,19 @@ def split_heads(states: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def skewed(rows: torch.Tensor) -> torch.Tensor:
-    """(B, H, N, N), the last column for the distance 0, to the terms by pair; those of the future are other rows'."""
+    """Turn scores (B, H, N, N), whose last column is distance 0, into terms by pair; future pairs get terms of other rows."""
     return F.pad(rows, (1, 0)).reshape(*rows.shape[:2], rows.shape[3] + 1, rows.shape[2])[:, :, 1:]
 
 
 def by_distance(rows: torch.Tensor, first: int) -> torch.Tensor:
-    """(..., N, 2N - 1), a column for each distance from 1 - N on, to (..., N, N) by pair."""
+    """Turn terms by distance (..., N, 2N - 1), from distance 1 - N on, into terms by pair (..., N, N)."""
     length = rows.shape[-2]
     distance = torch.arange(length) - torch.arange(length)[:, None]
     return rows.gather(-1, (distance - first).expand(*rows.shape[:-2], length, length))
 
 
 class SpeechBlock(nn.Module):
-    """VITS' attention in other words: convolutions, a window of vectors for keys and values."""
+    """VITS' attention rewritten: convolutions, and windows of relative vectors for keys and values."""
 
     def __init__(
         self, width: int = 32, heads: int = 2, reach: int = 3, shared: bool = True, drop: float = 0.1, sign: float = 1.0
@@ -47,7 +47,8 @@ class SpeechBlock(nn.Module):
 
     def forward(self, signal: torch.Tensor, memory: torch.Tensor, m: torch.Tensor | None = None) -> torch.Tensor:
         query, key, value = (
-            split_heads(each.mT, self.heads) for each in (self.to_query(signal), self.to_key(memory), self.to_value(memory))
+            split_heads(projection.mT, self.heads)
+            for projection in (self.to_query(signal), self.to_key(memory), self.to_value(memory))
         )
         length = query.shape[2]
         distance = torch.arange(length) - torch.arange(length)[:, None]
@@ -66,7 +67,8 @@ class SpeechBlock(nn.Module):
 
 
 class ConformerAttention(nn.Module):
-    """ESPnet's attention in a file of one's own. legacy: its older shift, N rows, which wraps rows of other queries around."""
+    """ESPnet's attention as copied into a project. legacy: its older shift, with N rows, which wraps around to rows of other
+    queries."""
 
     def __init__(
         self, width: int = 32, heads: int = 4, drop: float = 0.1, legacy: bool = False, past: bool = False, hides: bool = False
@@ -111,7 +113,8 @@ class ConformerAttention(nn.Module):
 
 
 class CachedConformerAttention(ConformerAttention):
-    """The same with a cache (1, H, cached keys, 2D), as wenet's descendants have it; it returns the next one."""
+    """ConformerAttention with a cache (1, H, cached keys, 2D), as in projects derived from wenet; it also returns the next
+    cache."""
 
     def forward(self, query, key, value, pos_embedding, mask, cache=None):  # type: ignore[no-untyped-def]
         q, k, v = self.project(query, key, value)
@@ -121,7 +124,7 @@ class CachedConformerAttention(ConformerAttention):
 
 
 class RowsPerSequence(ConformerAttention):
-    """The same, where position embeddings have as many rows as there are sequences."""
+    """ConformerAttention whose position embeddings have one batch row per sequence."""
 
     def forward(self, query, key, value, pos_embedding, mask):  # type: ignore[no-untyped-def]
         assert len(pos_embedding) == len(query)
@@ -155,9 +158,8 @@ class GridAttention(nn.Module):
 
 
 class ShawAttention(nn.Module):
-    """Shaw's term by a gather. unscaled: it is added after the scale; sign: by which it is added; parameter: in place of
-    embedding.
-    """
+    """Shaw's term by a gather. unscaled: added after the scale; sign: the factor of the term; parameter: a parameter instead of
+    an embedding."""
 
     def __init__(
         self,
@@ -203,7 +205,7 @@ class Altered(ShawAttention):
 
 
 class StepByStep(ShawAttention):
-    """Shaw's attention in steps that are functions (module, tensor): of the scores, and of the weights."""
+    """Shaw's attention with two replaceable steps (module, tensor): one on the scores, one on the weights."""
 
     def __init__(
         self, scores: Callable[..., Any] = lambda _, scores: scores, weights: Callable[..., Any] = lambda _, weights: weights
@@ -222,12 +224,12 @@ class StepByStep(ShawAttention):
 
 
 class FeatureAttention(nn.Module):
-    """Enformer's attention: features of the distance, which it makes itself; values wider than keys."""
+    """Enformer's attention: it computes the distance features itself, and its values are wider than its keys."""
 
     def __init__(self, width: int = 32, heads: int = 2, features: int = 6) -> None:
         super().__init__()
         self.heads, self.features = heads, features
-        self.to_q, self.to_k, self.to_v = (nn.Linear(width, heads * each, bias=False) for each in (8, 8, 12))
+        self.to_q, self.to_k, self.to_v = (nn.Linear(width, heads * head_width, bias=False) for head_width in (8, 8, 12))
         self.to_out, self.to_rel_k = nn.Linear(heads * 12, width), nn.Linear(features, heads * 8, bias=False)
         self.rel_content_bias, self.rel_pos_bias = (nn.Parameter(torch.randn(1, heads, 1, 8)) for _ in range(2))
         self.pos_dropout, self.attn_dropout = nn.Dropout(0.1), nn.Dropout(0.2)
@@ -254,7 +256,7 @@ class MusicAttention(nn.Module):
         self.E = nn.Embedding(rows, width)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        q, k, v = (split_heads(layer(each), self.num_heads) for layer, each in ((self.wq, q), (self.wk, k), (self.wv, v)))
+        q, k, v = (split_heads(layer(states), self.num_heads) for layer, states in ((self.wq, q), (self.wk, k), (self.wv, v)))
         length = q.shape[2]
         rows = self.E(torch.arange(self.most - length, self.most).clamp(min=0))
         terms = skewed(q @ rows.unflatten(-1, (self.num_heads, -1)).transpose(0, 1).mT)
@@ -264,8 +266,8 @@ class MusicAttention(nn.Module):
 
 
 class JointMusicAttention(nn.Module):
-    """The other one: one weight for three projections, a table that the heads share, sequences first, a mask that is added, and
-    weights that are returned."""
+    """Another Music Transformer attention: one weight for three projections, a table shared by the heads, sequence-first inputs,
+    an additive mask, and returned weights."""
 
     def __init__(self, width: int = 32, heads: int = 4, rows: int = 200, drop: float = 0.1) -> None:
         super().__init__()
@@ -284,7 +286,7 @@ class JointMusicAttention(nn.Module):
         attn_mask: torch.Tensor | None = None,
     ) -> Any:
         parts = zip((query, key, value), self.in_proj_weight.chunk(3), self.in_proj_bias.chunk(3), strict=True)
-        q, k, v = (split_heads(F.linear(*each).transpose(0, 1), self.num_heads) for each in parts)
+        q, k, v = (split_heads(F.linear(*operands).transpose(0, 1), self.num_heads) for operands in parts)
         length, q = q.shape[2], q * q.shape[-1] ** -0.5
         is_past = torch.ones(length, length, dtype=torch.bool).tril().flip(1)
         terms = skewed((q @ self.Er[len(self.Er) - length :].mT).where(is_past, 0.0))
@@ -298,7 +300,7 @@ class JointMusicAttention(nn.Module):
 
 
 class BucketAttention(nn.Module):
-    """T5's bias, an embedding for each layer. passes_on: as T5 does, the bias comes from the layer before."""
+    """T5's bias, with an embedding in each layer. passes_on: take the bias of the previous layer, as T5 does."""
 
     def __init__(self, width: int = 32, heads: int = 2, causal_buckets: bool = False) -> None:
         super().__init__()
@@ -330,7 +332,7 @@ class BucketAttention(nn.Module):
 
 
 class SharedBucketAttention(BucketAttention):
-    """As T5's layers: the bias is passed on."""
+    """As in T5's layers, the bias is passed on to the next layer."""
 
     def forward(  # type: ignore[override]
         self, hidden_states: torch.Tensor, mask: torch.Tensor | None = None, position_bias: torch.Tensor | None = None
@@ -339,7 +341,7 @@ class SharedBucketAttention(BucketAttention):
 
 
 class GatedAttention(nn.Module):
-    """WavLM's attention, sequences first: the first layer makes the bias by bucket, and each multiplies it by a gate."""
+    """WavLM's attention, sequence first: the first layer computes the bucketed bias, and each layer multiplies it by a gate."""
 
     def __init__(self, width: int = 32, heads: int = 4, is_first: bool = True) -> None:
         super().__init__()
@@ -379,7 +381,7 @@ class GatedAttention(nn.Module):
 
 
 class GatedLayers(nn.Module):
-    """Two layers, of which the second gets the bias of the first."""
+    """Two layers; the second gets the bias of the first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -391,7 +393,8 @@ class GatedLayers(nn.Module):
 
 
 class MemoryAttention(nn.Module):
-    """Transformer-XL's own layer, sequences first: keys of a memory, biases as arguments, normalisation and residual inside."""
+    """Transformer-XL's original layer, sequence first: keys from a memory, biases as arguments, normalisation and residual
+    inside."""
 
     def __init__(self, width: int = 32, heads: int = 4, pre_lnorm: bool = False) -> None:
         super().__init__()
@@ -426,7 +429,7 @@ NONE = torch.empty(0)
 
 
 class LeftRightAttention(nn.Module):
-    """WeNet's class of Shaw's term: distances clipped at other ends to the left and right, and a cache of keys and values."""
+    """WeNet's class with Shaw's term: different clipping distances to the left and right, and a cache of keys and values."""
 
     def __init__(self, width: int = 32, heads: int = 4, left: int = 20, right: int = 8, use_sdpa: bool = False) -> None:
         super().__init__()
@@ -470,7 +473,7 @@ class LeftRightAttention(nn.Module):
 
 
 class WindowAttention(nn.Module):
-    """Swin's attention, of which only the table matters here."""
+    """Swin's attention; only its table matters here."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -479,7 +482,7 @@ class WindowAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """Any attention with what stands around it in a layer."""
+    """Any attention inside a typical layer."""
 
     def __init__(self, attention: nn.Module, width: int = 32) -> None:
         super().__init__()
@@ -490,7 +493,7 @@ class Block(nn.Module):
 
 
 class Adapter(nn.Module):
-    """A linear layer with a correction of low rank, as adapters have it."""
+    """A linear layer with a low-rank correction, like an adapter."""
 
     def __init__(self, base: Any) -> None:
         super().__init__()
@@ -502,7 +505,7 @@ class Adapter(nn.Module):
 
 
 def refusal(model: nn.Module) -> str:
-    """Return why nothing of a model is enabled, in one line."""
+    """Return, in one line, why enable replaces nothing in a model."""
     with pytest.raises(RuntimeError, match="was enabled; the model is unchanged") as caught:
         triton_relattn.enable(model)
     return " ".join(str(caught.value).split())

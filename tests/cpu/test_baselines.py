@@ -31,7 +31,7 @@ CASE = Case(2, 3, 40, 16, dtype="fp32")
     ],
 )
 def test_equals_the_reference(name: str, length: int, num_rows: int, is_causal: bool) -> None:
-    """Output and all gradients, in float64, with a row for every distance or fewer."""
+    """Output and all gradients in float64, with a row for every distance and with fewer rows."""
     inputs = make_inputs(2, 3, length, length, 8, num_rows=num_rows, dtype=torch.float64, seed=length)
     inputs = inputs._replace(d_lse=torch.zeros_like(inputs.d_lse))
 
@@ -52,11 +52,11 @@ def test_equals_the_reference(name: str, length: int, num_rows: int, is_causal: 
     "changes", [{}, {"is_causal": True}, {"rows": 9}, {"terms": ("rel_key", "rel_p2c")}, {"terms": BIAS}], ids=str
 )
 def test_methods_of_others_are_set_up_right(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlexAttention, not compiled here, SDPA with a dense bias, and ONNX Runtime, if it is installed, give the right result on
-    a CPU. What has no backward there says so."""
+    """FlexAttention (not compiled here), SDPA with a dense bias, and ONNX Runtime, if installed, give the right result on a CPU.
+    Those without a backward report that."""
     case = CASE.resized(40, **changes)
     monkeypatch.setattr(methods, "compiled_flex_attention", lambda: flex_attention)
-    monkeypatch.setenv("CXX", sys.executable)  # something that is there
+    monkeypatch.setenv("CXX", sys.executable)  # any module that is installed
     inputs = case.inputs("cpu")
     expected = timing.expected_results(case, inputs).results
     names = ["flex_attention", *["sdpa_bias"] * (case.terms == BIAS)]

@@ -37,7 +37,7 @@ PNG = b"\x89PNG"
 
 @pytest.fixture(autouse=True)
 def memory_as_before() -> Iterator[None]:
-    """The verbs limit the memory of their process, which other tests share."""
+    """Restore the memory limit afterwards: the verbs limit the memory of their process, which runs other tests too."""
     resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_DATA)
     yield
@@ -46,7 +46,7 @@ def memory_as_before() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlexAttention would be compiled for twenty seconds a length."""
+    """Do not compile FlexAttention, which takes twenty seconds per length."""
     which = shutil.which
     monkeypatch.setattr(shutil, "which", lambda name: which(name) if name == "git" else None)
 
@@ -56,14 +56,15 @@ def ladder(monkeypatch: pytest.MonkeyPatch, *lengths: int) -> None:
 
 
 def in_process(case: Case, method: str, direction: str, memory_limit: int) -> dict[str, Any]:
-    """Instead of a process of its own, made-up bytes: ours linear, the others quadratic and above the limit from 96 on."""
+    """Return made-up byte counts instead of starting a process: ours linear, the others quadratic and over the limit from 96
+    on."""
     if method != OURS and case.length >= 96:
         return {"status": f"{timing.OUT_OF_MEMORY}: more than {memory_limit}"}
     return {"status": "ok", "peak_bytes": 1000 * case.length ** (1 if method == OURS else 2)}
 
 
 def test_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rows for every method and direction, those that cannot run included; each says where it comes from."""
+    """There is a row for every method and direction, including those that cannot run; each row names its source."""
     words = ["--lengths", "96", "--seconds", "0", "--csv", str(tmp_path / "speed.csv")]
     assert main(["speed", *SMALL, *words]) == 0
     rows = read(tmp_path / "speed.csv")
@@ -84,7 +85,8 @@ def test_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A result that is off, an error, a lack of memory and a missing package are rows, and the first two an exit status."""
+    """A wrong result, an error, running out of memory and a missing package each give a row; the first two also a failing exit
+    status."""
 
     def raising(error: Exception) -> Any:
         def make(case: Case) -> Any:
@@ -122,7 +124,7 @@ def test_a_red_gate_prints_no_number(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_a_call_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """--shape takes the place of the cases, in time and in memory."""
+    """--shape replaces the default cases, for both time and memory."""
     monkeypatch.setattr(processes, "measure_in_own_process", in_process)
     own = ["--shape", "b2,h4,n20,d8,kv2", "--shape", "n12d16q1h2", "--table", "5", "--dtype", "fp32", "--causal"]
     for verb, more in (("speed", ["--seconds", "0"]), ("memory", [])):
@@ -148,7 +150,8 @@ def test_ctrl_c_keeps_the_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
 
 @pytest.mark.thorough
 def test_memory_in_a_process_of_its_own() -> None:
-    """Dense attention holds all scores at once, ours does not; where memory is limited that is a row, not the end."""
+    """Dense attention holds all scores at once, ours does not; running into the memory limit gives a row and does not stop the
+    run."""
     case, scores = CASE.resized(4096), 2 * 4096**2 * 4
     dense, ours = (processes.measure_in_own_process(case, method, "forward", 8 << 30) for method in ("gather", OURS))
     assert dense["status"] == ours["status"] == "ok"
@@ -177,7 +180,8 @@ def test_a_process_that_dies_or_hangs_is_a_row(code: int, status: str) -> None:
 def test_memory_goes_on_past_the_failures(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What lacks memory is not tried at longer lengths; the law is that of the longer half of the lengths."""
+    """Methods that run out of memory are not tried at longer lengths; the scaling law is fitted to the longer half of the
+    lengths."""
     monkeypatch.setattr(processes, "measure_in_own_process", in_process)
     ladder(monkeypatch, 8, 16, 32, 64, 96, 128)
     path = tmp_path / "memory.csv"
@@ -190,7 +194,7 @@ def test_memory_goes_on_past_the_failures(
 
 
 def test_committed_rows_make_the_pages(tmp_path: Path) -> None:
-    """Figures and tables of README and docs are what the rows in bench/results give; there every family has a name."""
+    """Figures and tables in README and docs follow from the rows in bench/results, and every family has a display name there."""
     assert set(figures.STYLES) == set(METHODS) and set(model_tables.NAMES) == set(FAMILIES)
     assert main(["readme", "--out", str(tmp_path)]) == 0
     for page in readme.PAGES:
@@ -201,7 +205,7 @@ def test_committed_rows_make_the_pages(tmp_path: Path) -> None:
 
 
 def test_accuracy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Ours is more accurate than dense methods in bfloat16, and as good in float32."""
+    """Ours is more accurate than dense methods in bfloat16, and at least as accurate in float32."""
     arguments = ["accuracy", "--cases", "sharp,near_12800", "--dtypes", "bf16,fp32", "--length", "70", "--device", "cpu"]
     assert main([*arguments, "--csv", str(tmp_path / "rows.csv")]) == 0
     rows = read(tmp_path / "rows.csv")
@@ -209,7 +213,7 @@ def test_accuracy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     errors = {(row["method"], row["case"], row["dtype"]): float(row["d_table"]) for row in rows}
     ours = f"{OURS} (blockwise)"
     assert all(2 * errors[ours, "sharp", "bf16"] < errors[method, "sharp", "bf16"] for method in ("eager", "sdpa"))
-    assert_at_most("sharp, fp32", errors[ours, "sharp", "fp32"], 10 * dtype_tolerance(torch.float32))  # of terms that cancel
+    assert_at_most("sharp, fp32", errors[ours, "sharp", "fp32"], 10 * dtype_tolerance(torch.float32))  # large terms cancel
     assert accuracy.markdown(rows) in capsys.readouterr().out
 
 
@@ -219,7 +223,7 @@ def models_command(*words: str) -> list[str]:
 
 @pytest.mark.thorough
 def test_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Stock and ours, checked, in a process of their own: rows, ratios and a figure."""
+    """Stock and ours are checked and measured in separate processes: rows, ratios and a figure."""
     pytest.importorskip("transformers")
     path = tmp_path / "models.csv"
     words = ("--lengths", "24", "--batches", "1,3", "--methods", "triton_relattn,stock", "--rounds", "3")
@@ -238,7 +242,7 @@ def test_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_model_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One row too far to the past, and sdpa that is missing."""
+    """A model whose table is read one row too far in the past is reported as wrong and not timed; a missing sdpa is reported."""
     pytest.importorskip("transformers")
     from triton_relattn.integrations import enable
     from triton_relattn.integrations.transformers import speech
@@ -258,7 +262,7 @@ def test_a_model_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_new_lengths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each length is computed once, and then all of them again; the memory kept is in between."""
+    """Each length is computed once, then all are repeated; memory kept in between is measured."""
     monkeypatch.setattr(speed, "LONGEST", 160)
     monkeypatch.setattr(processes, "in_own_process", lambda work, arguments, timeout: work(*arguments))
     path = tmp_path / "lengths.csv"
@@ -283,7 +287,7 @@ def fused_relative_attention(*arguments, **options):
 
 
 def test_compare_with_another_checkout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each process has the package of its own folder: here one in which every call takes a tenth of a second longer."""
+    """Each process imports the package from its own checkout; here, one checkout sleeps a tenth of a second in each call."""
     shutil.copytree(ROOT / "triton_relattn", tmp_path / "triton_relattn", ignore=shutil.ignore_patterns("__pycache__"))
     with (tmp_path / "triton_relattn" / "__init__.py").open("a") as file:
         file.write(SLOW)
@@ -296,7 +300,7 @@ def test_compare_with_another_checkout(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_compare_with_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its files are there while they are measured; a name that is none, and a folder without git, are errors."""
+    """The commit's files exist while they are measured; an invalid name and a folder without git are errors."""
     if not (ROOT / ".git").exists():
         pytest.skip("no git checkout")
     with compare.checkout("HEAD") as folder:

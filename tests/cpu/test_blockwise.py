@@ -64,8 +64,8 @@ for length in map(int, sys.argv[2:]):
 
 
 def peaks_of(*lengths: int, threads: int) -> list[float]:
-    """The peak of a call of each length, forward and backward, beyond its inputs, in units of a tensor like query."""
-    # A fixed threshold: glibc gives every freed tensor back at once, so that none is measured as part of the start.
+    """Peak memory of a forward and backward call for each length, minus its inputs, in units of a query-sized tensor."""
+    # A fixed threshold: glibc returns every freed tensor at once, so that none counts as memory in use at the start.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_WAIT_POLICY": "passive"}
     command = [sys.executable, "-c", CHILD, str(threads), *map(str, lengths)]
     child = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], env=environment, check=False)
@@ -87,13 +87,14 @@ def test_memory_is_linear() -> None:
 @on_linux
 @pytest.mark.thorough
 def test_memory_of_many_threads() -> None:
-    """Beyond two threads blocks take no more than the call's tensors and gradients: less in all than the scores of all pairs."""
+    """With more than two threads, blocks take no more memory than the call's tensors and gradients, and in total less than all
+    scores."""
     assert peaks_of(2048, threads=64)[0] < 2048 / 64
 
 
 @pytest.mark.parametrize("table", [True, False])
 def test_memory_is_given_back_at_once(table: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call leaves no tensor that would wait for the garbage collector."""
+    """A call leaves no reference cycle that keeps a tensor alive until garbage collection."""
     cut_blocks(monkeypatch, 16, 1, 4)
     inputs = make_inputs(1, 4, 100, 100, 8, num_rows=199 if table else None, rel_p2c=table, dtype=torch.float32, seed=0)
     compute_results("blockwise", inputs, is_causal=True)
@@ -109,8 +110,8 @@ def test_memory_is_given_back_at_once(table: bool, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_threads(dtype: torch.dtype) -> None:
-    """With any number of them results repeat bit for bit, also by torch's deterministic algorithms; in float64 they are the same
-    but for rounding."""
+    """For any number of threads results repeat bit for bit, also with torch's deterministic algorithms; in float64 they agree
+    across thread counts up to rounding."""
     inputs = make_inputs(2, 4, 90, 110, 16, num_rows=41, **TABLES, dtype=dtype, seed=6)
     expected = exact_results(inputs, is_causal=True, query_offset=9)
     for threads in (1, 3):
@@ -128,7 +129,7 @@ def test_threads(dtype: torch.dtype) -> None:
                 assert_same(name, result, expected[name])
 
 
-# However a call is cut.
+# Results do not depend on the blocks.
 
 SIZES: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
     # batch, heads, queries, keys, width; tables; arguments
@@ -147,7 +148,7 @@ SIZES: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", SIZES)
 def test_sizes(case: str) -> None:
-    """Of extreme shapes, with the blocks that there are by default."""
+    """Extreme shapes, with the default block sizes."""
     sizes, tables, arguments = SIZES[case]
     inputs = make_inputs(*sizes, **tables, dtype=torch.float64, seed=1)
     arguments = {"query_offset": 0, **arguments, "rel_scale": 0.7, "enable_gqa": "key_heads" in tables}
@@ -158,7 +159,7 @@ def test_sizes(case: str) -> None:
 
 @pytest.mark.parametrize("cut", [(16, 1, 4), (5, 1, 1), (47, 1, 9), (16, 1 << 10, 16), (128, 1 << 12, 20), (64, 1, 64)], ids=str)
 def test_results_do_not_depend_on_how_a_call_is_cut(cut: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also out and gradients of a call that does not ask for lse, bit for bit; its third sequence sees nothing."""
+    """Also out and gradients of a call that does not ask for lse, bit for bit; the third sequence sees no keys."""
     cut_blocks(monkeypatch, *cut)
     inputs = make_inputs(3, 4, 47, 53, 8, num_rows=33, key_heads=2, **TABLES, dtype=torch.float64, seed=4)
     masks: dict[str, Any] = {"window_size": (30, 20), "key_lengths": torch.tensor([53, 31, 0]), "enable_gqa": True}
@@ -177,7 +178,7 @@ def test_results_do_not_depend_on_how_a_call_is_cut(cut: tuple[int, int, int], m
 
 @pytest.mark.parametrize("elements", [1 << 11, 1 << 12, 1 << 20], ids=["one", "two", "all"])
 def test_whole_sequences_at_a_time(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of five sequences has its mask, in whatever memory order the tensors are."""
+    """Five sequences with a mask each, for tensors in any memory order."""
     cut_blocks(monkeypatch, 16, elements, 1 << 20, short=20)
     inputs = make_inputs(5, 4, 20, 23, 8, num_rows=29, key_heads=2, rel_width=6, rel_bias=True, dtype=torch.float64, seed=7)
     mask = torch.rand(5, 1, 20, 23, generator=torch.Generator().manual_seed(7)) > 0.4
@@ -249,7 +250,7 @@ def check_error(inputs: Inputs, results: dict[str, torch.Tensor], **arguments: A
     ids=str,
 )
 def test_error_rule(case: str, dtype: torch.dtype, processor: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of either two, one call is sharp attention, in which delta must fit the rows of P, and one is in small blocks."""
+    """For both dtypes, one call has sharp attention, where delta must match the rows of P, and one uses small blocks."""
     take_processor(monkeypatch, *PROCESSORS[processor])
     number = list(CALLS).index(case)
     if number % 4 < 2:
@@ -262,13 +263,13 @@ def test_error_rule(case: str, dtype: torch.dtype, processor: str, monkeypatch: 
 
 @pytest.mark.parametrize("case", CALLS)
 def test_error_rule_of_a_forward_alone(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is kept for a backward: terms of tables may be rounded, and torch's fused attention may be used, if it can."""
+    """Without a backward, nothing is kept: table terms may be rounded, and torch's fused attention is used where possible."""
     take_processor(monkeypatch, *PROCESSORS["amx"])
     sizes, tables, arguments = CALLS[case]
     inputs = with_different_strides(make_inputs(*sizes, **tables, dtype=torch.bfloat16, seed=7))
     golden, reference = worst_reference(inputs, **arguments)
     key = inputs.key
-    if "key_lengths" in arguments:  # which hide NaN
+    if "key_lengths" in arguments:  # they hide NaN
         key = key.masked_fill(torch.arange(key.shape[2])[:, None] >= arguments["key_lengths"].view(-1, 1, 1, 1), math.nan)
     for given in (inputs, inputs._replace(key=key)):
         torch.manual_seed(0)
@@ -281,8 +282,8 @@ def test_error_rule_of_a_forward_alone(case: str, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_scale_of_zero(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention by position, by content or by a bias alone: torch's products by 0 in 16 bits do not write their result, and what
-    was in memory before is NaN here."""
+    """Attention by position, by content or by a bias alone: torch's 16-bit products with alpha = 0 leave the result unwritten,
+    and here uninitialised memory holds NaN."""
     take_processor(monkeypatch, *PROCESSORS["amx_fp16"])
     inputs = make_inputs(1, 2, 96, 96, 64, num_rows=129, rel_bias=True, rel_p2c=True, dtype=dtype, seed=7)
     for scale, rel_scale in ((0.0, 0.125), (0.125, 0.0), (0.0, 0.0)):
@@ -297,7 +298,7 @@ def test_scale_of_zero(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_what_a_processor_is_fast_at(processor: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only where a processor is fast at products of a dtype, calls of that dtype are rounded more often than elsewhere."""
+    """Calls are rounded more often only in dtypes whose products the processor computes fast."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         inputs = make_inputs(1, 2, 60, 60, 32, num_rows=119, dtype=dtype, seed=3)
         take_processor(monkeypatch)
@@ -311,10 +312,10 @@ def test_what_a_processor_is_fast_at(processor: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("fast", [False, True], ids=["float32_products", "fast_products"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_gradients_are_rounded_once(dtype: torch.dtype, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients that sum over many blocks of queries have, in norm, hardly more error than rounding the result alone makes.
+    """Gradients that sum over many blocks of queries have, in norm, hardly more error than rounding the result alone.
 
-    With products in the inputs' dtype, P and dS are rounded, and so is the product of each block. Where numbers of both signs are
-    summed, each of the two adds in squares what rounding the result does.
+    With products in the inputs' dtype, P and dS are rounded, and so is each block's product. Where terms of both signs are
+    summed, each of these two roundings adds as much, in squares, as rounding the result.
     """
     take_processor(monkeypatch, *PROCESSORS["amx_fp16" if fast else "plain"])
     cut_blocks(monkeypatch, 128, 1, 64)
@@ -322,7 +323,7 @@ def test_gradients_are_rounded_once(dtype: torch.dtype, fast: bool, monkeypatch:
     golden, results = exact_results(inputs), compute_results("blockwise", inputs)
     for name in ("d_key", "d_value", "d_rel_key"):
         unavoidable = (golden[name].to(dtype).double() - golden[name]).norm()
-        # To round twice would add as much again, in squares. Half of that is allowed, and of two more roundings twice as much.
+        # A second rounding adds as much again in squares: half of that is allowed, and twice what two more roundings add.
         beyond = (results[name].double() - golden[name]).norm() - unavoidable
         allowed = 2 * (3**0.5 - 1) if fast else (2**0.5 - 1) / 2
         assert_at_most(f"{name}, beyond rounding", beyond.clamp_min(0), allowed * unavoidable)
@@ -361,7 +362,7 @@ def test_error_rule_at_any_scale(case: str, deviation: float, monkeypatch: pytes
             continue
         finite, factor = golden[name].isfinite(), 3 if name.startswith("d_") else 2
         assert torch.equal(result.isfinite(), finite), name
-        # Of few large terms plain torch rounds products and sums: a unit in all, of which luck may hide most.
+        # With few large terms plain torch rounds products and sums by one unit in all, most of which may cancel by chance.
         least = (factor + 2) * last_place(float(golden[name][finite].abs().max()), torch.float32)
         budget = max(error_budget(golden[name], reference[name], torch.float32, factor=factor), least)
         assert_at_most(name, (result.double() - golden[name])[finite].abs(), budget)

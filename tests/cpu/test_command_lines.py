@@ -34,7 +34,7 @@ MORE = {
     "triton_relattn measure": "--length 20 --seconds 0 --inputs tests.cpu.test_measure:inputs",
     "examples.": "--help",
 }
-"""What is put behind a command so that it takes seconds, by how it begins."""
+"""Arguments that make a command finish in seconds, by the command's beginning."""
 INSTEAD = {
     "n1500": "n20",
     "n2048": "n20",
@@ -48,7 +48,7 @@ NEED_A_GPU = ("triton_relattn check", "triton_relattn tune")
 
 
 def printed() -> list[str]:
-    """The commands of all pages, in the text, or in a line of their own with a description behind."""
+    """The commands on all pages, inline or on a line of their own, possibly followed by a description."""
     found = ["examples.demo"]
     for page in PAGES:
         found += re.findall(rf"`{PROGRAM}(?:\n[^`\n]+)?)`", page.read_text())
@@ -91,7 +91,7 @@ print(json.dumps(found))
 
 @pytest.mark.thorough
 def test_commands_of_the_pages_without_triton(tmp_path: Path) -> None:
-    """Most do their work. What compiles kernels says what it needs, and what needs a GPU says so."""
+    """Most run to completion. Those that compile kernels or need a GPU report what is missing."""
     for package in ("matplotlib", "music21", "tqdm", "transformers"):
         pytest.importorskip(package)
     commands = sorted({"bench.gpu --results FOLDER", *(made_small(command) for command in printed() if "<" not in command)})
@@ -142,7 +142,7 @@ ODD = """
 def test_odd_arguments_end_with_a_line(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before anything long begins."""
+    """Invalid arguments end the command with one line, before any long work starts."""
     for package in ("matplotlib", "music21", "tqdm", "transformers", "triton"):
         pytest.importorskip(package)
     monkeypatch.setattr(speed, "tests_pass", lambda _: pytest.fail("the tests of what is measured begin"))
@@ -170,7 +170,7 @@ PROGRAMS = (
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_help(program: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each says how it is used."""
+    """Each command's --help prints its usage."""
     for package in ("matplotlib", "music21", "tqdm", "transformers", "triton"):
         pytest.importorskip(package)
     name, *words = program.split()

@@ -42,14 +42,15 @@ def gradients(loss: torch.Tensor, leaves: Sequence[torch.Tensor] | nn.Module) ->
 
 
 def assert_gradients_near(ours: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> None:
-    """Some parameters' gradients cancel: they are as far off as the others' terms."""
+    """Some parameters' gradients cancel, so their error is compared with the size of the others' terms."""
     largest = max(float(gradient.abs().max()) for gradient in exact)
     for gradient, right in zip(ours, exact, strict=True):
         assert_near("gradient", gradient, right, smallest=largest)
 
 
 def numbers_from_lengths(query: torch.Tensor, key: torch.Tensor) -> Any:
-    """query_offset, window_size and max_seqlen of symbolic shapes: no message shows them, which would fix their values."""
+    """query_offset, window_size and max_seqlen as symbolic integers: no message formats them, which would specialise the
+    graph."""
     offset, length = key.shape[2] - query.shape[2], key.shape[2]
     out = attend_out(query, key, key, is_causal=True, query_offset=offset, window_size=(offset + 3, -1))
     packed, starts = key[0].transpose(0, 1), torch.stack((torch.zeros(()), torch.tensor(length))).int()
@@ -91,7 +92,7 @@ LAYERS: dict[str, Layer] = {
         numbers_from_lengths,
         [[torch.randn(1, 2, length, 8) for length in lengths] for lengths in ((5, 9), (6, 13), (8, 33))],
     ),
-    "a_step_that_warns": (partial(attend_out, is_causal=True), [four(4, 20)]),  # which breaks no graph
+    "a_step_that_warns": (partial(attend_out, is_causal=True), [four(4, 20)]),  # does not break the graph
     "autocast": (in_autocast, [four(dtype=torch.float32)]),
     "padded": sampled(replace(ALL, mask="bool", mask_shape=(13,), query_offset=(2,), key_lengths=(12,))),
     "packed": sampled(replace(ALL, sequences=((3, 4), (0, 1), (6, 8)), query_offset=(1, 0, 2))),
@@ -100,7 +101,7 @@ LAYERS: dict[str, Layer] = {
 
 
 def results_and_gradients(run: Callable[..., Any], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    torch.manual_seed(0)  # compiled dropout draws from the generator as it does uncompiled
+    torch.manual_seed(0)  # compiled dropout draws from the generator like uncompiled dropout
     found = run(*tensors)
     results = list(found) if isinstance(found, tuple) else [found]
     leaves = [tensor for tensor in tensors if tensor.requires_grad]
@@ -110,13 +111,13 @@ def results_and_gradients(run: Callable[..., Any], tensors: list[torch.Tensor]) 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_compiles(name: str) -> None:
-    """In one graph, forward and backward, with the same bits; other lengths reuse the graph."""
+    """Forward and backward compile to one graph with bit-identical results, which other lengths reuse."""
     forget_warnings()
     (layer, calls), counter, counts = LAYERS[name], Compiled("aot_eager"), set()
     compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True if len(calls) > 1 else None)
     for tensors in calls:
         results = results_and_gradients(compiled, tensors)
-        # Floats that the caller leaves at their default may take torch.compile two attempts at the first graph.
+        # Floats left at their defaults may take torch.compile two attempts at the first graph.
         counts.add(counter.frame_count)
         assert all(map(torch.equal, results, results_and_gradients(layer, tensors)))
     assert len(counts) == 1, "other lengths were compiled again"
@@ -124,8 +125,8 @@ def test_compiles(name: str) -> None:
 
 @pytest.mark.parametrize("guard", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_compiles_where_nothing_requires_a_gradient(guard: Any) -> None:
-    """Positions that a window covers do not read the values of query_offset."""
-    tensors = [each.detach() for each in four(5, 6)]
+    """If a window covers the positions, the values of query_offset are not read."""
+    tensors = [tensor.detach() for tensor in four(5, 6)]
     options: dict[str, Any] = {"positions": RelativePositions(-4, 4, "error"), "query_offset": torch.tensor([1, 0])}
     layer = partial(attend, **options, window_size=(4, 4))
     with guard():
@@ -133,7 +134,7 @@ def test_compiles_where_nothing_requires_a_gradient(guard: Any) -> None:
 
 
 def attend_values(query: torch.Tensor, starts: torch.Tensor) -> Any:
-    """A packed and a padded call with numbers that the program reads from a tensor."""
+    """A packed and a padded call with integers that are read from a tensor."""
     lengths, padded = starts.diff(), query.transpose(0, 1)[None]
     longest, packing = lengths.max().item(), {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
     packed = attend_varlen(query, query, query, **packing, max_seqlen_q=longest, max_seqlen_k=longest)[0]
@@ -142,7 +143,7 @@ def attend_values(query: torch.Tensor, starts: torch.Tensor) -> Any:
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)])
 def test_compiles_once_for_numbers_from_tensors(backend: str) -> None:
-    """fullgraph, and checked when it runs."""
+    """With fullgraph; the integers are checked at run time."""
     query, counter = torch.randn(12, 2, 8, dtype=torch.float64), Compiled(backend)
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         compiled = torch.compile(attend_values, fullgraph=True, backend=counter)
@@ -184,7 +185,7 @@ class Model(nn.Module):
     ],
 )
 def test_modules_compile_once_for_all_lengths(kind: str, backend: str) -> None:
-    """One graph for the first length and one for all others; gradients of all parameters."""
+    """One graph for the first length and one for all others, including gradients of all parameters."""
     model, counter = Model(kind), Compiled(backend)
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     for length in (10, 17, 33):
@@ -199,7 +200,7 @@ def test_modules_compile_once_for_all_lengths(kind: str, backend: str) -> None:
     ("kind", "strict"), [("shaw", False), ("shaw", True), ("transformer_xl", False), ("t5", False), ("alibi", False)]
 )
 def test_export(kind: str, strict: bool) -> None:
-    """One program for all batch sizes and lengths, in which the operator is one node."""
+    """One exported program for all batch sizes and lengths, in which the operator is a single node."""
     model = Model(kind).eval()
     dims = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", min=2, max=512)}
     program = torch.export.export(model, (torch.randn(2, 10, 16),), dynamic_shapes=({**dims},), strict=strict)
@@ -225,7 +226,7 @@ def test_exports_with_numbers_from_tensors() -> None:
 @pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_ahead_of_time_compilation(tmp_path: Path) -> None:
-    """torch.export to AOTInductor: one package for all lengths."""
+    """torch.export followed by AOTInductor gives one package for all lengths."""
     model, length = Model().eval(), torch.export.Dim("length", min=2, max=512)
     with torch.no_grad():
         program = torch.export.export(model, (torch.randn(1, 40, 16),), dynamic_shapes=({1: length},))

@@ -62,17 +62,17 @@ its first layer has a window. Inkling's is in test_a_static_cache_that_counts_in
     ],
 )
 def test_generation(name: str, how: str) -> None:
-    """The same tokens, in batches that are padded on the left or not."""
-    # The stock model cannot read more with a static cache than its window.
+    """Generation gives the same tokens, with and without left padding."""
+    # With a static cache the stock model cannot read more tokens than its window.
     changes: dict[str, Any] = {"sliding_window_size": 40} if name.startswith("inkling2") and "static" in how else {}
     model = writer(name, **changes)
     torch.manual_seed(1)
     tokens = torch.randint(1, 50, (2, 12))
     given = [{"attention_mask": padding_first(count, 12), "max_new_tokens": 14, **GREEDY, **HOW[how]} for count in (0, 5)]
-    stock = [model.generate(tokens, **each) for each in given]
+    stock = [model.generate(tokens, **settings) for settings in given]
     enable(model)
-    for each, expected in zip(given, stock, strict=True):
-        assert torch.equal(model.generate(tokens, **each), expected)
+    for settings, expected in zip(given, stock, strict=True):
+        assert torch.equal(model.generate(tokens, **settings), expected)
     assert len(set(stock[0][0, -14:].tolist())) == 14
 
 
@@ -92,7 +92,7 @@ PIECES = ((0, 9), (9, 10), (10, 25), (25, LENGTH))
     ],
 )
 def test_pieces_of_a_sequence(name: str, kind: str, padding: int) -> None:
-    """Each after what came before: as the stock model's, as all at once, and what comes later in a piece stays unseen."""
+    """A sequence fed in pieces matches the stock model and the whole sequence at once; later tokens in a piece stay hidden."""
     model = writer(name, torch.float64)
     seq2seq = name in SEQ2SEQ
     config = (model.decoder if seq2seq else model).config
@@ -127,9 +127,8 @@ def test_pieces_of_a_sequence(name: str, kind: str, padding: int) -> None:
 
 
 def test_a_static_cache_that_counts_in_place() -> None:
-    """As the stock model's. The cache counts in a tensor that it changes in place, which Inkling's stock model reads afterwards:
-    its terms are those of later queries.
-    """
+    """Matches the stock model. The cache updates its length tensor in place, and Inkling's stock model reads it afterwards, so
+    its terms are those of later queries."""
     model = writer("inkling", torch.float64, local_layer_ids=[1])
     tokens = torch.randint(1, 50, (2, 40))
 
@@ -147,7 +146,7 @@ def test_a_static_cache_that_counts_in_place() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["pop2piano", "pix2struct"])
 def test_pieces_of_decoders_without_a_writer(name: str) -> None:
-    """Decoders that a whole model would call, with a cache of their own."""
+    """Decoders without a language-modelling head, with a cache of their own."""
     model = build(name, torch.float64)
     argument, sizes = FAMILIES[name].pieces or ("", ())
     given = arguments(name, model, WHOLE)
@@ -173,7 +172,7 @@ def test_pieces_of_decoders_without_a_writer(name: str) -> None:
 @pytest.mark.parametrize("lookahead", [0, 3, 5])
 @pytest.mark.parametrize("masked", [False, True])
 def test_streaming(lookahead: int, masked: bool) -> None:
-    """Nemotron, with caches that forget, in pieces that begin and end within chunks; a mask is counted from position 0."""
+    """Nemotron with sliding caches, in pieces that begin and end within chunks; masks count from position 0."""
     model = build("nemotron_asr_streaming", torch.float64, sliding_window=9)
     features = arguments("nemotron_asr_streaming", model, WHOLE)["input_features"]
 
@@ -198,17 +197,17 @@ def test_streaming(lookahead: int, masked: bool) -> None:
 
 QUERY, KEY = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
 MASKS = {
-    "causal": KEY <= QUERY,  # also in sliding layers: nobody has asked for their window
-    "prefix": (KEY <= QUERY) | (KEY < 12),  # a prefix that is seen from all positions
+    "causal": KEY <= QUERY,  # also in sliding layers: this mask does not ask for their window
+    "prefix": (KEY <= QUERY) | (KEY < 12),  # a prefix that is visible from all positions
     "everything": torch.ones(LENGTH, LENGTH, dtype=torch.bool),
     "documents": (KEY <= QUERY) & ((KEY < 20) == (QUERY < 20)),
-    "a-row-for-all": KEY[None] < 30,  # (1, Nk): seen by all queries, earlier ones too
+    "a-row-for-all": KEY[None] < 30,  # (1, Nk): visible to all queries, including earlier ones
 }
-TAKE_MASKS = [*SEQ2SEQ, "pix2struct", "inkling", "inkling2", "mpt"]  # BLOOM and Falcon take none
+TAKE_MASKS = [*SEQ2SEQ, "pix2struct", "inkling", "inkling2", "mpt"]  # BLOOM and Falcon do not accept one
 
 
 def as_numbers(visible: torch.Tensor) -> torch.Tensor:
-    """(2, 1, Nq, Nk), the lowest number where a key is hidden."""
+    """(2, 1, Nq, Nk), the dtype's lowest number where a key is hidden."""
     lowest = torch.finfo(torch.float64).min
     return torch.zeros(2, 1, *visible.shape, dtype=torch.float64).masked_fill(~visible, lowest)
 
@@ -222,7 +221,7 @@ def as_numbers(visible: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_a_mask_of_the_users(name: str, kind: str) -> None:
-    """(B, 1, Nq, Nk), used as it is in all layers: there is no causality but in it."""
+    """A mask (B, 1, Nq, Nk) is used unchanged in all layers: no causal mask is added to it."""
     model = build(name, torch.float64)
     given = arguments(name, model, WHOLE)
     mask = "decoder_attention_mask" if "decoder_attention_mask" in given else "attention_mask"
@@ -237,13 +236,13 @@ def test_a_mask_of_the_users(name: str, kind: str) -> None:
     [("inkling", True), *(pytest.param(name, False, marks=pytest.mark.thorough) for name in (*WRITERS, "pix2struct"))],
 )
 def test_padding_first(name: str, holes: bool) -> None:
-    """Padding may come first, and anywhere."""
+    """Padding may come first, or anywhere with holes."""
     model = build(name, torch.float64)
     given = arguments(name, model, WHOLE)
-    for each in given:
-        if each.endswith("attention_mask"):
-            given[each] = padding_first(14 if each == "decoder_attention_mask" else 5)
-            given[each] *= (torch.rand(2, LENGTH) > 0.3).long() if holes else 1
+    for argument in given:
+        if argument.endswith("attention_mask"):
+            given[argument] = padding_first(14 if argument == "decoder_attention_mask" else 5)
+            given[argument] *= (torch.rand(2, LENGTH) > 0.3).long() if holes else 1
     counts = given.get("decoder_attention_mask", given["attention_mask"])[..., None].bool()
     with in_float64():
         assert_same(*both(model, given, counts))
@@ -260,7 +259,7 @@ def test_decoders_in_both_directions(name: str) -> None:
 
 @pytest.mark.parametrize("ends", [[20], [7, 9, 30]])
 def test_packed_sequences(ends: list[int]) -> None:
-    """Positions that start again start another sequence."""
+    """Positions that restart begin a new sequence."""
     model = build("inkling", torch.float64)
     tokens = arguments("inkling", model, WHOLE)["input_ids"]
     pieces = torch.tensor([0, *ends, LENGTH]).diff().tolist()
@@ -293,7 +292,7 @@ def test_compiled_steps() -> None:
             step(None, encoder_mask, decoder_input_ids=tokens[:, i : i + 1], encoder_outputs=encoded, past_key_values=cache)
             for i in range(5, 12)
         ]
-        return torch.cat([each.logits for each in (read, *written)], 1)
+        return torch.cat([result.logits for result in (read, *written)], 1)
 
     torch._dynamo.reset()
     with torch.no_grad():

@@ -34,7 +34,7 @@ def sharp_inputs(length: int, num_rows: int, per_head: bool, dtype: torch.dtype)
 def dense_table_gradient(
     inputs: Inputs, rounded_delta: bool, *, positions: RelativePositions | None = None, is_causal: bool = False
 ) -> torch.Tensor:
-    """A dense float32 backward of sharp attention with either delta: all else is the same."""
+    """A dense float32 backward of sharp attention that differs only in how delta is computed."""
     query, key, value, table, d_out, d_lse = inputs.to(torch.float32)[:6]
     assert table is not None
     length, scale = query.shape[2], query.shape[-1] ** -0.5
@@ -67,7 +67,7 @@ def test_table_gradient_is_as_good_as_one_rounding(case: str, dtype: torch.dtype
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_delta_from_a_rounded_out_fails_the_yardstick(case: str, dtype: torch.dtype) -> None:
-    """The same backward passes with the exact delta and fails with the rounded one: the yardstick sees the difference."""
+    """The same backward passes with the exact delta and fails with the rounded one, so the yardstick detects the difference."""
     length, num_rows, per_head, arguments = CASES[case]
     inputs = sharp_inputs(length, num_rows, per_head, dtype)
     assert_table_gradient("exact", dense_table_gradient(inputs, rounded_delta=False, **arguments), inputs, **arguments)

@@ -25,15 +25,15 @@ from examples.music import tokens
 LIMIT = 4 << 30
 
 
-def instead_of_a_process(case: Case, *_: Any) -> dict[str, Any]:
-    """A point without the start of a process: milliseconds and bytes that grow with the length, up to a limit."""
+def point_without_process(case: Case, *_: Any) -> dict[str, Any]:
+    """A measured point without starting a process: milliseconds and bytes that grow with the length, up to a limit."""
     peak = (1 << 20) * case.length**2
     return {"status": "ok", "p50_ms": 1.0 * case.length, "peak_bytes": peak} if peak <= LIMIT else {"status": "out of memory"}
 
 
 @pytest.mark.thorough
 def test_runs_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Everything for real, processes included, at the shortest length that memory can be told at."""
+    """A real run, including its processes, at the shortest length at which memory can be measured."""
     assert demo.main(["--device", "cpu", "--quick", "--max-length", "256", "--out", str(tmp_path)]) == 0
     rows = read(tmp_path / "demo.csv")
     assert [row["method"] for row in rows] == list(COMPARED)
@@ -49,7 +49,7 @@ def test_runs_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_a_wrong_gradient_fails(
     factor: float, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A table gradient that is off by a thousandth is found, named, and ends the run before anything is measured."""
+    """A table gradient that is wrong by a thousandth is detected, named, and stops the run before any measurement."""
     attend: Any = layer.fused_relative_attention
 
     def wrong(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, table: torch.Tensor, **others: Any) -> Any:
@@ -65,7 +65,7 @@ def test_a_wrong_gradient_fails(
 
 
 def test_what_runs_out_of_memory_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "measure_in_own_process", instead_of_a_process)
+    monkeypatch.setattr(processes, "measure_in_own_process", point_without_process)
     statuses = {
         row["seqlen"]: row["status"]
         for row in sweep([8, 64, 128, 256], "fp32", "cpu", LIMIT, budget=1e6)

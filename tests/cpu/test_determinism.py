@@ -26,12 +26,12 @@ RAISES_ON_A_GPU = set(
     "mode upsample_linear1d_backward scatter_reduce _cdist_backward _ctc_loss_backward _embedding_bag "
     "reflection_pad1d_backward".split()
 )
-"""Operators of torch that torch.use_deterministic_algorithms(True) refuses for some arguments, on a GPU."""
+"""Torch operators that torch.use_deterministic_algorithms(True) refuses on a GPU for some arguments."""
 ADDS_IN_ANY_ORDER = set(
     "index_add index_add_ scatter_add scatter_add_ index_put index_put_ _index_put_impl_ embedding_dense_backward "
     "gather_backward scatter_reduce_ index_reduce index_reduce_".split()
 )
-"""Operators of torch that on a GPU add in an order which differs from run to run, unless determinism is asked for."""
+"""Torch operators whose order of additions on a GPU differs from run to run, unless determinism is requested."""
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def deterministic() -> Iterator[None]:
 
 
 def everything(dtype: torch.dtype = torch.float32) -> tuple[Inputs, dict[str, Any]]:
-    """All tables, masks and features at once."""
+    """A call with all tables, masks and features at once."""
     terms: dict[str, Any] = {"key_heads": 2, "rel_width": 5, "per_head": True}
     terms |= dict.fromkeys(("rel_value", "rel_bias", "rel_p2c"), True)
     inputs = make_inputs(2, 4, 70, 83, 16, 8, num_rows=11, **terms, dtype=dtype, seed=0)
@@ -78,7 +78,7 @@ def assert_repeats(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_all_features_at_once(dtype: torch.dtype, implementation: str, block_size: None) -> None:
-    """Twice as it is, and once with memory that holds NaN and nothing allowed that does not repeat."""
+    """Two plain calls, and one with NaN in uninitialised memory and deterministic algorithms only, give the same bits."""
     inputs, arguments = everything(dtype)
     first = results(implementation, inputs, arguments)
     assert_repeats(first, results(implementation, inputs, arguments))
@@ -88,7 +88,8 @@ def test_all_features_at_once(dtype: torch.dtype, implementation: str, block_siz
 
 @pytest.mark.parametrize("threads", [2, 3])
 def test_repeats_in_any_number_of_threads(threads: int) -> None:
-    """Each number repeats. Different ones need not agree: blockwise takes larger blocks, whose sums round differently."""
+    """Results repeat for each number of threads. Different numbers may differ: blockwise then takes larger blocks, whose sums
+    round differently."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -102,7 +103,7 @@ def test_repeats_in_any_number_of_threads(threads: int) -> None:
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
 def test_another_number_of_threads_in_the_backward(before: int, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks are other ones then, and see other keys, than those in which the forward kept probabilities."""
+    """The backward's blocks then differ, and see other keys, from those in which the forward kept probabilities."""
     cut_blocks(monkeypatch, 16, 1 << 12, 1 << 20)
     poison_memory(monkeypatch)
     inputs = make_inputs(2, 2, 64, 64, 32, num_rows=127, dtype=torch.float64, seed=3)
@@ -153,7 +154,7 @@ def test_modules(name: str) -> None:
 
 
 def called(run: Callable[[], Any]) -> set[str]:
-    """The names of torch's operators that are called, also within the package's own."""
+    """The names of the torch operators that are called, including those inside the package's operators."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         run()
     return {event.name.removeprefix("aten::") for event in profile.events() if event.name.startswith("aten::")}
@@ -172,9 +173,9 @@ def merged() -> None:
 
 
 def test_no_operator_that_adds_in_any_order() -> None:
-    """No operator is used whose results differ from run to run on a GPU, or that torch refuses there for that reason."""
+    """No operator is used that is nondeterministic on a GPU or that torch refuses there for that reason."""
     used = called(partial(results, "blockwise", *everything()))
-    assert {"bmm", "baddbmm", "mm"} & used and len(used) > 20, used  # it looks into the operators
+    assert {"bmm", "baddbmm", "mm"} & used and len(used) > 20, used  # to see the operators inside
 
     def take_part(sample: Sample) -> None:
         with environment(sample, SMALL):
@@ -188,10 +189,10 @@ def test_no_operator_that_adds_in_any_order() -> None:
 
 
 def test_operators_with_a_repeatable_path_of_their_own() -> None:
-    """A row taken many times sums many gradients: by index_put, which repeats on a GPU if that is asked for; so does what the
-    reference does to find the rows of pairs."""
+    """The gradient of a row that is taken many times is summed by index_put, which has a deterministic path on a GPU, as has the
+    reference's way to find the rows of pairs."""
     t5 = called(partial(module_results, MODULES["t5"](dropout=0.2, batch_first=True)))
-    of_reference = called(partial(results, "reference", *everything()))
+    reference_operators = called(partial(results, "reference", *everything()))
     assert t5 & ADDS_IN_ANY_ORDER <= {"index_put", "index_put_", "_index_put_impl_", "embedding_dense_backward"}
-    assert of_reference & ADDS_IN_ANY_ORDER == {"gather_backward", "scatter_add", "scatter_add_"}
-    assert not (t5 | of_reference) & RAISES_ON_A_GPU
+    assert reference_operators & ADDS_IN_ANY_ORDER == {"gather_backward", "scatter_add", "scatter_add_"}
+    assert not (t5 | reference_operators) & RAISES_ON_A_GPU

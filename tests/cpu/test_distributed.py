@@ -41,7 +41,7 @@ from triton_relattn.nn import RelativeMultiheadAttention, parallel
 
 PROCESSES, HEADS, WIDTH = 4, 12, 4
 TIMEOUT = timedelta(seconds=10)
-"""After which ranks give up on one that does not answer: longer than a busy machine takes to let the others begin."""
+"""The timeout for a rank that does not answer: longer than a busy machine takes to start the others."""
 LOWEST = torch.finfo(torch.float64).min
 Tensors = dict[str, torch.Tensor]
 Options = dict[str, Any]
@@ -73,7 +73,8 @@ def terms(rows: int = 9) -> Tensors:
 
 
 def hiding(*shape: int, low: float, seed: int = 6) -> torch.Tensor:
-    """A mask as models make them: padding's keys have a low number, and so do all keys of some queries, in one entry or all."""
+    """A mask as models build it: padding keys have a low number, and for some queries all keys do, in one or all batch
+    entries."""
     mask, draw = normal(*shape, seed=seed), random.Random(seed)
     mask[draw.randrange(shape[0]) :, :, :, draw.randrange(shape[3] + 1) :] = low
     mask[:, draw.randrange(shape[1]), draw.randrange(shape[2]) :] = low
@@ -121,11 +122,11 @@ SPREAD: tuple[tuple[int, str, str, Sequence[str]], ...] = (
     (4, "gather", "contiguous", tuple(CASES)),
     (3, "gather", "zigzag", ("terms", "window", "future", "mask", "offsets", "dropout", "packed_causal")),
 )
-"""Full masks and numbers of heads that ranks do not divide are for gathered keys alone."""
+"""Only gathered keys support full masks and head counts that the ranks do not divide."""
 
 
 def differentiated(function: Callable[..., Any], tensors: Tensors, options: Options, seeds: Any) -> Tensors:
-    """out, lse and the gradients of all tensors, through both."""
+    """out, lse and the gradients of all tensors, through both outputs."""
     leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in tensors.items()}
     torch.manual_seed(7)
     out, lse = function(**leaves, **options, return_lse=True)
@@ -141,15 +142,15 @@ def out_and_grads(function: Callable[..., Any], leaves: Any, d_out: torch.Tensor
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, what: Any = "") -> None:
-    assert_near(str(what), actual, expected, smallest=1.0)  # which the tensors are: some gradients cancel
+    assert_near(str(what), actual, expected, smallest=1.0)  # the scale of the tensors: some gradients cancel
 
 
 def own(tensor: torch.Tensor, dim: int, layout: str, rank: int, ranks: int) -> torch.Tensor:
-    """A rank's positions: of a contiguous sequence parts as uneven as that, the first rank has none of the rest; of a zigzag a
-    piece of the first half and the one that mirrors it."""
+    """A rank's positions. contiguous: uneven parts, the first rank without a share of the remainder; zigzag: one piece of the
+    first half and its mirror image."""
     total = tensor.shape[dim]
     if layout == "contiguous":
-        sizes = [total // (ranks + 1) + each for each in range(ranks - 1)]
+        sizes = [total // (ranks + 1) + extra for extra in range(ranks - 1)]
         return tensor.split([*sizes, total - sum(sizes)], dim)[rank]
     starts = [number * total // (2 * ranks) for number in range(2 * ranks + 1)]
     pieces = tensor.split([stop - start for start, stop in itertools.pairwise(starts)], dim)
@@ -157,7 +158,7 @@ def own(tensor: torch.Tensor, dim: int, layout: str, rank: int, ranks: int) -> t
 
 
 def seeds(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of out and lse; NaN where no key is seen, which nobody may notice."""
+    """Gradients of out and lse; NaN for lse where no key is visible, which must not affect any result."""
     return normal(*out.shape, seed=8), normal(*lse.shape, seed=9).masked_fill(lse == -torch.inf, torch.nan)
 
 
@@ -169,7 +170,7 @@ def in_one_process(name: str) -> Tensors:
 def check_spread(groups: dict[int, dist.ProcessGroup]) -> None:
     """out, lse and all gradients of a rank's positions, of all cases."""
     for ranks, method, layout, names in SPREAD:
-        dist.barrier()  # which has more patience than the group
+        dist.barrier()  # this barrier waits longer than the group's timeout
         rank = dist.get_rank()
         if rank >= ranks:
             continue
@@ -179,34 +180,34 @@ def check_spread(groups: dict[int, dist.ProcessGroup]) -> None:
             if method == "all_to_all" and mask is not None and mask.shape[2] > 1:
                 continue
 
-            def mine(each: str, tensor: torch.Tensor, cut: Any = (layout, rank, ranks), dim: int = 0 if is_packed else 2) -> Any:
-                if each == "lse":
+            def mine(label: str, tensor: torch.Tensor, cut: Any = (layout, rank, ranks), dim: int = 0 if is_packed else 2) -> Any:
+                if label == "lse":
                     return own(tensor, dim + (dim == 0), *cut)
-                return own(tensor, dim, *cut) if each in (*BY_POSITION, "out") else tensor
+                return own(tensor, dim, *cut) if label in (*BY_POSITION, "out") else tensor
 
             expected = in_one_process(name)
-            d_results = [mine(*each) for each in zip(("out", "lse"), seeds(expected["out"], expected["lse"]), strict=True)]
+            d_results = [mine(*pair) for pair in zip(("out", "lse"), seeds(expected["out"], expected["lse"]), strict=True)]
             local = {**options, "group": groups[ranks], "method": method, "layout": layout}
             if mask is not None and mask.shape[2] > 1:
                 local["attn_mask"] = mine("query", mask)
             function = distributed.fused_relative_attention_varlen if is_packed else distributed.fused_relative_attention
-            shards = {each: mine(each, tensor) for each, tensor in tensors.items()}
+            shards = {label: mine(label, tensor) for label, tensor in tensors.items()}
             actual = differentiated(function, shards, local, lambda *_, d_results=d_results: d_results)
-            for each, exact in expected.items():
-                close(actual[each], mine(each, exact), (name, method, layout, ranks, each))
+            for label, exact in expected.items():
+                close(actual[label], mine(label, exact), (name, method, layout, ranks, label))
 
 
 def spread_over(mesh: Any, tensors: Tensors, kinds: dict[str, Any]) -> dict[str, Any]:
-    """DTensors; replicated unless said otherwise."""
-    return {name: distribute_tensor(each, mesh, kinds.get(name, [Replicate()] * mesh.ndim)) for name, each in tensors.items()}
+    """Distribute the tensors over the mesh; replicated unless kinds says otherwise."""
+    return {name: distribute_tensor(tensor, mesh, kinds.get(name, [Replicate()] * mesh.ndim)) for name, tensor in tensors.items()}
 
 
 def compare_on_mesh(
     sizes: tuple[int, ...], placements: list[Any], tensors: Tensors, options: Options, call: Callable[..., Any] = attend
 ) -> dict[str, Any]:
-    """out and all gradients are those of one process, which drops the same after the same seed. Returns the DTensors.
+    """Check that out and all gradients match one process with the same seed, dropout included; return the DTensors.
 
-    placements: of what has positions. Tables follow where they have heads, key_lengths where they have entries.
+    placements: for tensors with positions. Tables follow in the head dimension, key_lengths in the batch dimension.
     """
     mesh, what = init_device_mesh("cpu", sizes), (sizes, placements, call)
     by_head = [Shard(0) if placement == Shard(1) else Replicate() for placement in placements]
@@ -220,7 +221,7 @@ def compare_on_mesh(
     expected = out_and_grads(on_grid if call is on_grid else attend, tensors, d_out, **options)
     torch.manual_seed(7)
     found = out_and_grads(call, spread, distribute_tensor(d_out, mesh, placements), **others)
-    # DTensor may cut what all ranks have, and gathers a batch of two that four ranks share.
+    # DTensor may shard replicated tensors, and gathers a batch of two that four ranks share.
     if placements not in ([Replicate()], [Shard(0)], [Shard(0), Replicate()]):
         assert list(found[0].placements) == placements, "something is gathered on the way"
     for name, result, exact in zip(("out", *tensors), found, expected, strict=True):
@@ -229,7 +230,7 @@ def compare_on_mesh(
 
 
 def check_dtensor(groups: dict[int, dist.ProcessGroup]) -> None:
-    """Positions over one dimension of the mesh, batch or heads over the other; the public function notices."""
+    """Positions over one mesh dimension, batch or heads over the other; the public function detects DTensors."""
     options: Options = {"positions": SHORT, **CAUSAL, "key_lengths": torch.tensor([17, 9])}
     for first, second in ((0, 2), (1, 2), (None, 2), (0, 1), (1, 1)):
         compare_on_mesh((2, 2), [Replicate() if first is None else Shard(first), Shard(second)], CASES["terms"][0], options)
@@ -252,8 +253,8 @@ DROPPING: tuple[tuple[tuple[int, ...], tuple[Any, ...]], ...] = (
 
 
 def check_dtensor_dropout(groups: dict[int, dist.ProcessGroup]) -> None:
-    """Whatever the placement, what one process drops is dropped if all ranks' generators are in the same state;
-    replicas are equal in any case."""
+    """For every placement the same elements are dropped as in one process if all ranks' generators have the same state; replicas
+    are equal in any case."""
     tables = {"rel_key": normal(9, WIDTH), "rel_value": normal(HEADS, 9, WIDTH + 1), "rel_bias": normal(HEADS, 9)}
     tensors = {**operands(9, 11, key_heads=4), **tables}
     grid_tensors = {**operands(12), "rel_pos_h": normal(5, WIDTH), "rel_pos_w": normal(7, WIDTH)}
@@ -276,7 +277,7 @@ def check_dtensor_dropout(groups: dict[int, dist.ProcessGroup]) -> None:
 
 
 SHARED = (
-    # Sizes of a mesh, whether each shards heads or positions, heads of the query and of the key.
+    # Mesh sizes, whether each dimension shards heads or positions, heads of the query and of the key.
     ((2, 2), "hp", 12, 3),
     ((2, 2), "ph", 9, 3),
     ((4, 1), "hp", 12, 6),
@@ -288,8 +289,8 @@ SHARED = (
 
 
 def check_dtensor_shared_keys(groups: dict[int, dist.ProcessGroup]) -> None:
-    """Heads over one or two dimensions of a mesh, positions over another: each rank finds the keys that its heads share, where
-    the ranks divide the heads of the key, and where they do not and these are gathered."""
+    """Heads over one or two mesh dimensions, positions over another: each rank finds the keys that its heads share, whether the
+    ranks divide the key's heads or not, in which case the keys are gathered."""
     for sizes, dims, heads, key_heads in SHARED:
         tensors = {**operands(9, 11, heads, key_heads), "rel_key": normal(7, WIDTH), "rel_bias": normal(heads, 7)}
         mask = hiding(1, heads if key_heads > 1 else 1, 9, 11, low=LOWEST, seed=heads)
@@ -297,7 +298,7 @@ def check_dtensor_shared_keys(groups: dict[int, dist.ProcessGroup]) -> None:
         compare_on_mesh(sizes, [Shard(1) if dim == "h" else Shard(2) for dim in dims], tensors, options)
     mesh = init_device_mesh("cpu", (2, 2))
     query, key = (distribute_tensor(normal(1, heads, 8, 4), mesh, [Shard(1), Shard(2)]) for heads in (9, 3))
-    # Also the rank whose four heads two would divide.
+    # Including the rank whose four heads two would divide.
     with pytest.raises(ValueError, match="9 query heads and 3 key heads are not divisible by 4 ranks"):
         distributed.fused_relative_attention(query, key, key, method="all_to_all", enable_gqa=True)
 
@@ -317,18 +318,18 @@ def module(kind: str) -> Any:
 
 
 def check_modules(groups: dict[int, dist.ProcessGroup]) -> None:
-    """Heads of projections and tables on different ranks; positions on different ranks, beside FSDP2, and beside those heads."""
+    """Projection and table heads on different ranks; positions on different ranks, with FSDP2, and with sharded heads."""
     from torch.distributed.fsdp import fully_shard
 
     x, d_out = normal(2, 24, 16), normal(2, 24, 16, seed=1)
     line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("context", "heads"))
 
-    def gradients(of: Any, mesh: Any = None) -> Tensors:
+    def gradients(layer: Any, mesh: Any = None) -> Tensors:
         rank, size = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
-        own_x, own_d_out = (each.chunk(size, 1)[rank] for each in (x, d_out))
-        out, _ = of(own_x, own_x, own_x, is_causal=True, key_lengths=torch.tensor([24, 13]))
+        own_x, own_d_out = (whole.chunk(size, 1)[rank] for whole in (x, d_out))
+        out, _ = layer(own_x, own_x, own_x, is_causal=True, key_lengths=torch.tensor([24, 13]))
         out.backward(own_d_out)
-        return {"out": out.detach(), **{name: parameter.grad for name, parameter in of.named_parameters()}}
+        return {"out": out.detach(), **{name: parameter.grad for name, parameter in layer.named_parameters()}}
 
     for kind in KINDS:
         expected = gradients(module(kind))
@@ -342,22 +343,22 @@ def check_modules(groups: dict[int, dist.ProcessGroup]) -> None:
             )
             fully_shard(sharded, mesh=line).set_gradient_divide_factor(1.0)
             ways += [(sharded, line), (parallelize_module(both, square["heads"], parallel.plan()), square["context"])]
-        for of, mesh in ways:
-            for name, actual in gradients(of, mesh).items():
+        for layer, mesh in ways:
+            for name, actual in gradients(layer, mesh).items():
                 exact = expected[name]
                 if name == "out" and mesh is not None:
                     exact = exact.chunk(mesh.size(), 1)[mesh.get_local_rank()]
-                elif of is not by_heads and mesh is not line:  # sums over the ranks that have the same heads
+                elif layer is not by_heads and mesh is not line:  # sum over the ranks with the same heads
                     dist.all_reduce(actual.to_local() if isinstance(actual, DTensor) else actual, group=mesh.get_group())
                 close(actual.full_tensor() if isinstance(actual, DTensor) else actual, exact, (kind, mesh, name))
 
 
 def check_uneven_modules(groups: dict[int, dist.ProcessGroup]) -> None:
-    """The last rank may have fewer positions; if they are not as a DTensor's, all ranks say so."""
+    """The last rank may have fewer positions; if the split differs from a DTensor's, all ranks raise."""
     alone, spread = module("t5"), parallelize_module(module("t5"), init_device_mesh("cpu", (4,)), parallel.context_plan())
     for length, others in ((23, 23), (7, 24), (3, 3)):
         query, key = normal(2, length, 16), normal(2, others, 16, seed=1)
-        own_query, own_key = (distributed.shard(each, 1) for each in (query, key))
+        own_query, own_key = (distributed.shard(states, 1) for states in (query, key))
         expected = alone(query, key, key, is_causal=True)[0]
         close(spread(own_query, own_key, own_key, is_causal=True)[0], distributed.shard(expected, 1), (length, others))
     for length in (6, 22):
@@ -367,15 +368,15 @@ def check_uneven_modules(groups: dict[int, dist.ProcessGroup]) -> None:
 
 
 def check_training(groups: dict[int, dist.ProcessGroup]) -> None:
-    """DDP and FSDP2 over the batch: losses of a few steps are those of one process."""
+    """DDP and FSDP2 over the batch give the same losses as one process for a few steps."""
     from torch.distributed.fsdp import fully_shard
 
     x, y = normal(4, 9, 16, seed=1), normal(4, 9, 16, seed=2)
 
-    def train(of: nn.Module, rows: slice) -> torch.Tensor:
-        optimizer, losses = torch.optim.Adam(of.parameters(), 0.01), []
+    def train(layer: nn.Module, rows: slice) -> torch.Tensor:
+        optimizer, losses = torch.optim.Adam(layer.parameters(), 0.01), []
         for _ in range(3):
-            loss = (of(x[rows], x[rows], x[rows])[0] - y[rows]).square().mean()
+            loss = (layer(x[rows], x[rows], x[rows])[0] - y[rows]).square().mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -383,17 +384,17 @@ def check_training(groups: dict[int, dist.ProcessGroup]) -> None:
         return torch.stack(losses)
 
     expected, rank = train(module("shaw"), slice(None)), dist.get_rank()
-    for of in (
+    for layer in (
         nn.parallel.DistributedDataParallel(module("shaw")),
         fully_shard(module("shaw"), mesh=init_device_mesh("cpu", (4,))),
     ):
-        losses = train(of, slice(rank, rank + 1))
+        losses = train(layer, slice(rank, rank + 1))
         dist.all_reduce(losses)
-        close(losses / PROCESSES, expected, type(of).__name__)
+        close(losses / PROCESSES, expected, type(layer).__name__)
 
 
 def check_compile(groups: dict[int, dist.ProcessGroup]) -> None:
-    """As one graph, forward and backward; DTensors drop what one process drops."""
+    """Forward and backward compile to one graph; DTensors drop the same elements as one process."""
     x, table = normal(1, 4, 5, WIDTH, seed=dist.get_rank()).requires_grad_(), normal(23, WIDTH).requires_grad_()
 
     def run(x: torch.Tensor, table: torch.Tensor, method: Any) -> torch.Tensor:
@@ -401,7 +402,7 @@ def check_compile(groups: dict[int, dist.ProcessGroup]) -> None:
 
     for method in ("gather", "all_to_all"):
         ways = torch.compile(run, fullgraph=True, backend="aot_eager"), run
-        for actual, exact in zip(*(torch.autograd.grad(each(x, table, method), (x, table)) for each in ways), strict=True):
+        for actual, exact in zip(*(torch.autograd.grad(way(x, table, method), (x, table)) for way in ways), strict=True):
             close(actual, exact, method)
     eager, mesh = functools.partial(attend, enable_gqa=True, dropout_p=0.4), init_device_mesh("cpu", (2, 2))
     compiled, whole = torch.compile(eager, fullgraph=True, backend="aot_eager"), list(operands(9, 11, key_heads=4).values())
@@ -409,18 +410,20 @@ def check_compile(groups: dict[int, dist.ProcessGroup]) -> None:
     expected_out = eager(*whole)
     torch.manual_seed(7)
     close(
-        compiled(*(distribute_tensor(each, mesh, [Shard(1), Shard(2)]) for each in whole)).full_tensor(), expected_out, "compiled"
+        compiled(*(distribute_tensor(tensor, mesh, [Shard(1), Shard(2)]) for tensor in whole)).full_tensor(),
+        expected_out,
+        "compiled",
     )
 
 
 def check_transforms(groups: dict[int, dist.ProcessGroup]) -> None:
-    """Both methods under torch.func, and batched gradients: messages have arrived when they are read."""
+    """Both methods under torch.func, and with batched gradients: messages are complete before they are read."""
     tensors, mine = CASES["full"][0], functools.partial(own, layout="contiguous", rank=dist.get_rank(), ranks=4)
     whole = {name: tensors[name] for name in BY_POSITION[:3]}
     shards = {name: mine(tensor, 2) for name, tensor in whole.items()}
     tables = torch.stack([scale * tensors["rel_key"] for scale in (1, -1, 2)])
     d_outs, over_ranks = normal(3, *tensors["query"].shape[:3], WIDTH + 1), cast(Any, distributed.fused_relative_attention)
-    for method, _ in itertools.product(("gather", "all_to_all"), range(3)):  # what is read too early may be right by chance
+    for method, _ in itertools.product(("gather", "all_to_all"), range(3)):  # a read too early may be right by chance
         spread = functools.partial(over_ranks, **shards, method=method)
         results = []
         for call, cut in ((spread, mine), (functools.partial(attend, **whole), lambda tensor, dim: tensor)):
@@ -436,10 +439,10 @@ def check_transforms(groups: dict[int, dist.ProcessGroup]) -> None:
 
 
 def check_rounding_of_tables(groups: dict[int, dist.ProcessGroup]) -> None:
-    """Parts of a table's gradient are added up before they are rounded: where they cancel, bfloat16 errs no more than twice as in
-    one process."""
+    """Partial table gradients are summed before rounding: where they cancel, the bfloat16 error is at most twice that of one
+    process."""
     query, key, value, d_out = (normal(1, 1, 48, 8, seed=seed).expand(1, 8, 48, 8).bfloat16() for seed in range(4))
-    sign = torch.tensor([1, -1]).repeat_interleave(4).view(-1, 1, 1)  # the last heads take back what the first ones add
+    sign = torch.tensor([1, -1]).repeat_interleave(4).view(-1, 1, 1)  # the last heads cancel most of what the first ones add
     d_out = (sign * d_out.abs() + normal(1, 8, 48, 8, seed=4) / 50).bfloat16()
     mesh, operands = init_device_mesh("cpu", (4,)), {"query": query, "key": key, "value": value}
     tables = {"rel_key": normal(3, 8), "rel_value": normal(3, 8), "rel_bias": normal(3), "rel_p2c": normal(3, 8)}
@@ -457,18 +460,18 @@ def check_rounding_of_tables(groups: dict[int, dist.ProcessGroup]) -> None:
         for dim in dims:
             spread = spread_over(mesh, operands | rounded, {name: [Shard(dim)] for name in operands})
             results = out_and_grads(call, spread, distribute_tensor(d_out, mesh, [Shard(dim)]), **options[call])
-            found[f"DTensor, {dim}"] = [each.full_tensor() for each in results[4:]]
+            found[f"DTensor, {dim}"] = [gradient.full_tensor() for gradient in results[4:]]
         if call is attend:
-            shards = {name: distributed.shard(each, 2) for name, each in operands.items()} | rounded
+            shards = {name: distributed.shard(tensor, 2) for name, tensor in operands.items()} | rounded
             all_to_all = functools.partial(distributed.fused_relative_attention, method="all_to_all")
             found["all to all"] = out_and_grads(all_to_all, shards, distributed.shard(d_out, 2), **options[call])[4:]
         for way, grads in found.items():
-            for name, *each in zip(learned, grads, exact, alone, strict=True):
-                assert_within_budget(f"{way} {name}", *each, factor=2, exact_reference=True)
+            for name, *gradients in zip(learned, grads, exact, alone, strict=True):
+                assert_within_budget(f"{way} {name}", *gradients, factor=2, exact_reference=True)
 
 
 def check_refusals(groups: dict[int, dist.ProcessGroup]) -> None:
-    """Every rank says what is wrong, before anything is sent."""
+    """Every rank raises the error before any communication."""
     x = normal(1, 6, 5, 4)
     wrong: tuple[tuple[Options, str], ...] = (
         ({"method": "tree"}, "method must be one of"),
@@ -494,13 +497,14 @@ def check_refusals(groups: dict[int, dist.ProcessGroup]) -> None:
 
 
 def check_rank_that_dies(groups: dict[int, dist.ProcessGroup]) -> None:
-    """The others get an error within the timeout, also from a rank that does not answer. The last check: it ends the group."""
+    """If one rank dies or does not answer, the others get an error within the timeout. This check comes last because it ends the
+    group."""
     x = normal(1, 4, 64, 8)
     group, rank = dist.new_group(list(range(PROCESSES)), timeout=TIMEOUT), dist.get_rank()
     for kind in ("does not answer", "dies"):
         if rank == PROCESSES - 1:
             if kind == "dies":
-                time.sleep(TIMEOUT.total_seconds())  # until the others have begun
+                time.sleep(TIMEOUT.total_seconds())  # until the others have started
                 os._exit(0)
             continue
         began = time.monotonic()
@@ -516,7 +520,7 @@ CHECKS = {name: globals()[f"check_{name}"] for name in (*QUICK, *THOROUGH)}
 
 
 def worker(rank: int, folder: str, names: Sequence[str]) -> None:
-    """The checks, in one of the processes; a file tells how each ended."""
+    """Run the checks in one of the processes, and write a file with the outcome of each."""
     os.chdir(folder)
     torch.set_num_threads(1)
     patience = timedelta(seconds=PATIENCE)
@@ -530,16 +534,16 @@ def worker(rank: int, folder: str, names: Sequence[str]) -> None:
             outcome = traceback.format_exc()
         Path(f"{name}-{rank}.txt").write_text(outcome)
         if outcome != "ok":
-            os._exit(1)  # which the other ranks notice at once; they would wait for this one in the check that failed
+            os._exit(1)  # the other ranks notice at once; otherwise they would wait for this one in the failed check
         if name != "rank_that_dies":
             dist.barrier()
-    os._exit(0)  # at once: threads of torch now and then abort a process that ends by itself
+    os._exit(0)  # exit at once: torch's threads occasionally abort a process that exits normally
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """The folder with the outcomes of those checks that have been asked for. The processes are forked from one that has imported
-    what all need, which takes longer than most checks."""
+    """The folder with the outcomes of the requested checks. The processes are forked from one that has imported everything,
+    because imports take longer than most checks."""
     folder = tmp_path_factory.mktemp("distributed")
     asked = {vars(item)["callspec"].params["name"] for item in request.session.items if item.path == Path(__file__)}
     names = [name for name in CHECKS if name in asked]
@@ -547,9 +551,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     start = functools.partial(torch.multiprocessing.start_processes, start_method="forkserver")
     context: Any = start(worker, (str(folder), names), PROCESSES, join=False)
     deadline = time.monotonic() + PATIENCE
-    with contextlib.suppress(torch.multiprocessing.ProcessExitedException):  # a check failed: its file says how
+    with contextlib.suppress(torch.multiprocessing.ProcessExitedException):  # a check failed: its file has the error
         while time.monotonic() < deadline and not context.join(timeout=deadline - time.monotonic()):
-            pass  # it returns whenever a process has ended
+            pass  # returns whenever a process has ended
     for process in context.processes:
         process.kill()
     return folder

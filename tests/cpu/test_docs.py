@@ -36,10 +36,10 @@ AVOIDED = re.compile(
     r"|\btruth values\b|\bnumbers to add\b|\bmasks? of numbers\b|\bof the \w+ of the \w+ of\b",
     re.IGNORECASE,
 )
-"""What a native engineer would say otherwise."""
+"""Phrases that a native engineer would not use."""
 LEGITIMATE = re.compile(r"\bfor each (?:other|in)\b")
 ATOM = re.compile(r"(?:`+[^`]*`+|!?\[[^\]]*\]\([^)]*\)|<[^>]+>|\S)+")
-"""What a line cannot be broken in: a word, a code span, a link."""
+"""Text without a possible line break: a word, a code span, a link."""
 
 
 def cells_of(line: str) -> list[str]:
@@ -49,7 +49,7 @@ def cells_of(line: str) -> list[str]:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if PYTHON.search(page.read_text())], ids=lambda page: page.name)
 def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One after the other, as one would type them; those of README and PACKAGE, which are read alone, each on its own."""
+    """The examples of a page run in order in one namespace; those of README and PACKAGE are self-contained and run separately."""
     pytest.importorskip("matplotlib")
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
@@ -63,33 +63,37 @@ def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def avoided(text: str) -> list[str]:
-    """The phrases of a text that English has better ones for, each with what is around it."""
+    """The phrases in a text for which English has better ones, with their context."""
     text = LEGITIMATE.sub("", " ".join(text.split()))
     return [text[max(0, found.start() - 40) : found.end() + 40] for found in AVOIDED.finditer(text)]
 
 
 @pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_wording_of_pages(page: Path) -> None:
-    """Of the changelog only the newest section."""
+    """Of the changelog, only the newest section is checked."""
     text = page.read_text()
     assert not avoided(text.split("\n## ")[1] if page.name == "CHANGELOG.md" else text)
 
 
 def test_wording_of_messages() -> None:
-    """Of errors, warnings and the help of command lines."""
+    """Wording of errors, warnings and command-line help."""
     for path in sorted((ROOT / "triton_relattn").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Raise | ast.Call):
                 continue
             called = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else "raise"
             if called in ("raise", "warn", "warn_once", "add_argument", "ArgumentParser", "Parser"):
-                parts = [each.value for each in ast.walk(node) if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+                parts = [
+                    constant.value
+                    for constant in ast.walk(node)
+                    if isinstance(constant, ast.Constant) and isinstance(constant.value, str)
+                ]
                 assert not avoided(" ".join(parts)), f"{path}:{node.lineno}"
 
 
 @pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_width_of_lines(page: Path) -> None:
-    """80 columns, 88 of code. Rows of tables and what cannot be broken may be wider."""
+    """At most 80 columns, 88 for code. Table rows and unbreakable text may be wider."""
     in_code, wide = False, []
     for number, line in enumerate(page.read_text().splitlines(), 1):
         in_code ^= line.lstrip().startswith("```")
@@ -115,20 +119,20 @@ def test_docstring_examples(name: str) -> None:
 
 
 def test_the_long_description_has_no_relative_links() -> None:
-    """An index cannot follow them."""
+    """A package index cannot resolve them."""
     page = (ROOT / "PACKAGE.md").read_text()
     assert "![" not in page and not re.search(r"\]\((?!\w+:|#)", page)
 
 
 def test_make_targets_exist() -> None:
-    """Every ``make target`` that a page names is in the Makefile, and ``make help`` tells of it."""
+    """Every ``make target`` that a page names exists in the Makefile, and ``make help`` lists it."""
     helped = set(re.findall(r"^([a-z-]+):.*?## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = {name for page in PAGES for name in re.findall(r"(?:`|^    )make ([a-z-]+)", page.read_text(), re.MULTILINE)}
     assert {"setup", "test", "docs"} <= named <= helped, named - helped
 
 
 def test_the_map_is_up_to_date() -> None:
-    """docs/map.py would write docs/map.md as it is."""
+    """docs/map.py would leave docs/map.md unchanged."""
     program = "import sys; sys.path.insert(0, 'docs'); import map; sys.stdout.write(map.text())"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True)
     assert done.stdout == (ROOT / "docs" / "map.md").read_text(), "run python docs/map.py"
@@ -136,14 +140,14 @@ def test_the_map_is_up_to_date() -> None:
 
 @pytest.mark.thorough
 def test_figures_are_drawn(tmp_path: Path) -> None:
-    """docs/figures.py draws what docs/_static has. (Their bytes depend on the version of matplotlib.)"""
+    """docs/figures.py draws exactly the figures in docs/_static. (Their bytes depend on the version of matplotlib.)"""
     pytest.importorskip("matplotlib")
     subprocess.run([sys.executable, ROOT / "docs" / "figures.py", "--out", tmp_path], check=True)
     assert {path.name for path in tmp_path.iterdir()} == {path.name for path in (ROOT / "docs" / "_static").glob("*.svg")}
 
 
 def test_every_family_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """In docs/transformers.md, README and on the command line."""
+    """Every family is listed in docs/transformers.md, in README and on the command line."""
     page = (ROOT / "docs" / "transformers.md").read_text()
     rows = [cells_of(line) for line in page.split("\n| family |")[1].split("\n\n")[0].splitlines()[2:]]
     families = supported_families()
@@ -161,7 +165,7 @@ def test_environment_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_names_of_other_libraries_are_explained() -> None:
-    """An error names what each argument in the table of docs/migrate.md is called here, or says that it is not needed."""
+    """For each argument in the table of docs/migrate.md, the error names its equivalent here or says that it is not needed."""
     lines = [line for line in (ROOT / "docs" / "migrate.md").read_text().splitlines() if line.startswith("| ")]
     names = {name for line in lines[1:] for cell in cells_of(line)[2:] for name in re.findall(r"`(\w+)(?:=[^`]*)?`", cell)}
     others = names - set(inspect.signature(fused_relative_attention).parameters)

@@ -46,18 +46,18 @@ every_subject = pytest.mark.parametrize("name", SUBJECTS)
 
 def classes(model: nn.Module) -> list[tuple[str, type]]:
     """The names of all modules, and their classes."""
-    return [(name, type(each)) for name, each in model.named_modules()]
+    return [(name, type(module)) for name, module in model.named_modules()]
 
 
 def configs(model: nn.Module) -> list[Any]:
-    return [each.config for each in model.modules() if hasattr(each, "config")]
+    return [module.config for module in model.modules() if hasattr(module, "config")]
 
 
 @every_subject
 def test_disable_gives_everything_back(name: str) -> None:
     model, given = subject(name)
-    types, held = [type(each) for each in model.modules()], configs(model)
-    settings, expected = [copy.deepcopy(each.to_dict()) for each in held], results(model, given)
+    types, held = [type(part) for part in model.modules()], configs(model)
+    settings, expected = [copy.deepcopy(config.to_dict()) for config in held], results(model, given)
     state, called = dict(model.state_dict(keep_vars=True)), list[str]()
     enabled = dict(enable(model))
     for path in enabled:
@@ -71,16 +71,16 @@ def test_disable_gives_everything_back(name: str) -> None:
     model.load_state_dict(model.state_dict())
     assert enable(model) == {}
     assert disable(model) == enabled and disable(model) == {}
-    assert [type(each) for each in model.modules()] == types
+    assert [type(part) for part in model.modules()] == types
     assert all(now is then for now, then in zip(configs(model), held, strict=True))
-    assert [each.to_dict() for each in held] == settings
+    assert [config.to_dict() for config in held] == settings
     again = results(model, given)
-    assert all(torch.equal(again[each], expected[each]) for each in expected)
+    assert all(torch.equal(again[key], expected[key]) for key in expected)
 
 
 @every_subject
 def test_other_models_stay_as_they_are(name: str) -> None:
-    """One of the same class, one that shares the config, one that is made later, one that was enabled and no more is."""
+    """Models of the same class, sharing the config, created later, or disabled again are not affected by enable."""
     (model, given), (other, _) = subject(name), subject(name)
     expected, before = output(model, given), classes(other)
     sharing = copy.deepcopy(model) if name == "toy" else type(model)(model.config).eval()
@@ -96,13 +96,13 @@ def test_other_models_stay_as_they_are(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["inkling", "wav2vec2_bert"])
 def test_a_model_of_an_enabled_ones_class(name: str) -> None:
-    """It is enabled as a whole, whichever config it is made of."""
+    """A new model of an enabled model's class is enabled completely, whichever config it is built from."""
     model, given = subject(name)
     inner = model if name == "inkling" else model.encoder
     config = copy.deepcopy(inner.config)
     enable(model)
-    for each in (config, inner.config):
-        other = type(inner)(each).eval()
+    for settings in (config, inner.config):
+        other = type(inner)(settings).eval()
         other.load_state_dict(inner.state_dict())
         assert classes(other) == classes(inner)
         assert disable(other)
@@ -123,9 +123,9 @@ def test_copies_and_files_stay_enabled_and_independent(name: str) -> None:
     for copied in (copy.deepcopy(model), torch.load(file, weights_only=False), pickle.loads(pickle.dumps(model))):
         assert classes(copied) == classes(model)
         assert torch.equal(output(copied, given), ours) and runs_the_operator(copied, given)
-        assert not {id(each) for each in configs(copied)} & {id(each) for each in configs(model)}
-        for each in configs(copied)[:1]:
-            each.layerdrop = 0.123
+        assert not {id(config) for config in configs(copied)} & {id(config) for config in configs(model)}
+        for config in configs(copied)[:1]:
+            config.layerdrop = 0.123
             assert getattr(model.config, "layerdrop", None) != 0.123
         assert disable(copied) == enabled
         assert torch.equal(output(copied, given), expected)
@@ -134,12 +134,12 @@ def test_copies_and_files_stay_enabled_and_independent(name: str) -> None:
 
 @every_subject
 def test_threads_and_checkpoints(name: str) -> None:
-    """Threads share a model; activations may be computed again."""
+    """Threads can share an enabled model, and activation checkpointing works."""
     model, given = subject(name)
     enable(model)
     ours = output(model, given)
     with ThreadPoolExecutor(3) as pool:
-        assert all(torch.equal(each, ours) for each in pool.map(lambda _: output(model, given), range(3)))
+        assert all(torch.equal(result, ours) for result in pool.map(lambda _: output(model, given), range(3)))
     if name != "toy":
         plain = results(model.train(), given)
         model.gradient_checkpointing_enable()
@@ -161,7 +161,7 @@ def test_a_part_of_a_model(part: str) -> None:
 
 @pytest.mark.parametrize("name", ["wav2vec2_bert", "inkling", "t5", "wavlm", "mpnet", "speecht5", "phi4_multimodal", "deberta"])
 def test_a_part_that_is_disabled(name: str) -> None:
-    """Stock layers among enabled ones get what stock layers pass on, and enabled ones take it."""
+    """A mix of stock and enabled layers works: each kind reads what the other passes on."""
     model, given = subject(name, torch.float64)
     with in_float64():
         expected = results(model, given, counting(name, PADDED))
@@ -175,7 +175,7 @@ def test_a_part_that_is_disabled(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["t5", "wavlm", "inkling", "bloom", "nemotron_asr_streaming"])
 def test_modules_that_differ_are_stock_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of them; the others stay enabled, and the results are the stock model's, also of a model that is compiled then."""
+    """Only the module that differs becomes stock again; the results are the stock model's, also if the model is then compiled."""
     model, given = subject(name)
     expected = output(model, given)
     report = enable(model)
@@ -198,7 +198,7 @@ def test_modules_that_differ_are_stock_again(name: str, monkeypatch: pytest.Monk
     with pytest.warns(UserWarning, match="uses its stock class again"):
         assert_near("output", counted(output(model, given), counting(name, PADDED)), counted(expected, counting(name, PADDED)))
     differing = report.calls().differing
-    assert differing and all("differs by" in each for each in differing.values())
+    assert differing and all("differs by" in reason for reason in differing.values())
     monkeypatch.undo()
     monkeypatch.setattr(in_place.InPlace, "fewest", 0)
     again = counted(output(model, given), counting(name, PADDED))
@@ -212,7 +212,7 @@ def test_models_that_are_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_class_that_is_derived_from_one_that_is_served() -> None:
-    """By a user: what it changes is not known."""
+    """A user's subclass is not replaced, because its changes are unknown."""
     model, given = subject("vits")
     attention = model.get_submodule("encoder.layers.0.attention")
     attention.__class__ = type("Mine", (type(attention),), {})
@@ -240,7 +240,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
 @pytest.mark.parametrize("function", [enable, transformers.enable])
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_arguments(function: Any, name: str) -> None:
-    """The message says what is wrong in a line, and no module is changed."""
+    """The message explains the mistake in one line, and no module is changed."""
     model, options, error, message = WRONG[name]
     model = build("t5") if model is None else model
     with pytest.raises(error, match=message) as caught:
@@ -250,7 +250,7 @@ def test_wrong_arguments(function: Any, name: str) -> None:
 
 
 def test_models_without_the_term() -> None:
-    """They stay stock, also beside one that has it."""
+    """Modules without relative attention stay stock, also beside one that has it."""
     rotating = build("falcon", alibi=False)
     without = [build("deberta_v2", relative_attention=False), build("deberta", pos_att_type=[])]
     for model in (rotating, vision_encoder("sam", use_rel_pos=False), *without, nn.Linear(2, 2)):
@@ -265,11 +265,11 @@ def test_models_without_the_term() -> None:
 
 @pytest.mark.parametrize("name", ["wav2vec2_bert", "toy"])
 def test_a_forward_of_its_own(name: str) -> None:
-    """As hooks of other libraries leave it: it would hide ours. Nothing is changed."""
+    """A forward set on the instance, as hooks of other libraries do, would hide ours: enable raises and changes nothing."""
     model, _ = subject(name)
-    for each in model.modules():
-        if type(each).__name__ in ("Wav2Vec2BertSelfAttention", "ShawAttention"):
-            each.forward = each.forward
+    for module in model.modules():
+        if type(module).__name__ in ("Wav2Vec2BertSelfAttention", "ShawAttention"):
+            module.forward = module.forward
     before = classes(model)
     with pytest.raises(RuntimeError, match="its forward was replaced"):
         enable(model)
@@ -277,7 +277,7 @@ def test_a_forward_of_its_own(name: str) -> None:
 
 
 def test_objects_that_hold_modules() -> None:
-    """Pipelines: their attributes, and the components of those of diffusers."""
+    """Pipelines: modules in their attributes, and the components of diffusers' pipelines."""
 
     class Pipeline:
         def __init__(self) -> None:
@@ -289,7 +289,7 @@ def test_objects_that_hold_modules() -> None:
 
     parts = Pipeline()
     assert dict(enable(parts)) == {"model": "ShawAttention", "encoder.0": "GridAttention"}
-    assert disable(parts) == {"model": "ShawAttention"}  # the others were built again
+    assert disable(parts) == {"model": "ShawAttention"}  # the others were recreated
 
 
 CONTEXTS: dict[str, Callable[[], Any]] = {
@@ -310,7 +310,7 @@ def process_state() -> list[Any]:
 
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_what_the_caller_has_set_stays(name: str) -> None:
-    """And has no effect on a comparison."""
+    """enable restores the caller's global state, which does not influence the comparison."""
     model = stock.ShawAttention()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -324,7 +324,7 @@ def test_what_the_caller_has_set_stays(name: str) -> None:
 
 @pytest.mark.parametrize("change", ["another scale", "another argument"])
 def test_another_version_of_a_library(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its modules are compared as those of any version; if they compute something else they stay."""
+    """Modules of an unknown library version are compared like any other; if they compute something else they stay stock."""
     model, _ = subject("bloom")
     before, stock_class = classes(model), type(model.h[0].self_attention)
     forward = stock_class.forward
@@ -336,10 +336,10 @@ def test_another_version_of_a_library(change: str, monkeypatch: pytest.MonkeyPat
         finally:
             self.inv_norm_factor /= 1 + 1e-6
 
-    def later(self: Any, *args: Any, of_tomorrow: Any, **kwargs: Any) -> Any:
+    def later(self: Any, *args: Any, later_argument: Any, **kwargs: Any) -> Any:
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(stock_class, "forward", scaled if change == "another scale" else later)
-    with pytest.raises(RuntimeError, match="the output differs by" if change == "another scale" else "of_tomorrow"):
+    with pytest.raises(RuntimeError, match="the output differs by" if change == "another scale" else "later_argument"):
         enable(model)
     assert classes(model) == before

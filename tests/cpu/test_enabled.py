@@ -27,7 +27,7 @@ def configs(model: nn.Module) -> list[Any]:
 
 
 def test_short_calls_are_the_stock_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU: bit for bit. Long ones are ours."""
+    """On a CPU, short calls run the stock forward, bit for bit, and long calls run ours."""
     monkeypatch.setattr(in_place.InPlace, "fewest", in_place.FEWEST)
     for name in ("t5", "wavlm", "inkling", "deberta_v2", "parakeet"):
         model, given = subject(name)
@@ -42,13 +42,13 @@ def test_short_calls_are_the_stock_forwards(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_weights_that_are_asked_for() -> None:
-    """They are the stock forward's."""
+    """Calls that ask for attention weights run the stock forward."""
     vits, vitdet, inkling = build("vits"), vision_encoder("vitdet"), build("inkling")
     for model, given in ((vits, arguments("vits", vits, PADDED)), (vitdet, images("vitdet"))):
         with torch.no_grad():
             stock = model(**given, output_attentions=True).attentions
             enable(model)
-            assert all(torch.equal(*each) for each in zip(model(**given, output_attentions=True).attentions, stock, strict=True))
+            assert all(torch.equal(*pair) for pair in zip(model(**given, output_attentions=True).attentions, stock, strict=True))
         assert runs_the_operator(model, given)
     given = arguments("inkling", inkling, PADDED)
     inkling.config.output_attentions = True
@@ -67,7 +67,7 @@ OTHERS += [
 
 @pytest.mark.parametrize(("name", "argument"), OTHERS)
 def test_arguments_that_ours_has_not(name: str, argument: str) -> None:
-    """They are of a packed batch, of another softmax, or of a later version: the call is the stock forward's."""
+    """With arguments for packed batches, for another softmax, or of a later version, the call runs the stock forward."""
     model = build(name)
     path = next(path for path, part in model.named_modules() if "Attention" in type(part).__name__)
     attention, states = model.get_submodule(path), torch.randn(1, 3, 32)
@@ -87,11 +87,11 @@ def test_arguments_that_ours_has_not(name: str, argument: str) -> None:
 
 
 def test_causality_that_is_asked_for() -> None:
-    """Of an encoder's attention: the call is the stock forward's."""
+    """is_causal=True on an encoder's attention runs the stock forward."""
     model = build("t5")
     encoder, decoder = (part.block[0].layer[0].SelfAttention for part in (model.encoder, model.decoder))
     states = torch.randn(1, 4, 32)
-    stock = [each(states, is_causal=True)[0] for each in (encoder, decoder)]
+    stock = [attention(states, is_causal=True)[0] for attention in (encoder, decoder)]
     enable(model)
     assert torch.equal(encoder(states, is_causal=True)[0], stock[0])
     assert_near("decoder", decoder(states, is_causal=True)[0], stock[1])
@@ -100,7 +100,7 @@ def test_causality_that_is_asked_for() -> None:
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("nemotron_asr_streaming", {"sliding_window": 0}),  # no limit to the past
+        ("nemotron_asr_streaming", {"sliding_window": 0}),  # no limit on the past
         ("gemma4", {"attention_chunk_size": 3, "attention_context_left": 1}),  # a window that hides a frame from itself
     ],
 )
@@ -117,7 +117,8 @@ def test_settings_of_the_stock_forward(name: str, settings: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("name", ["wav2vec2_bert", "t5", "inkling"])
 def test_saved_models_are_stock_models(name: str, tmp_path: Path) -> None:
-    """The same files: settings, and tensors under their published names, which load into a stock model."""
+    """An enabled model saves the same files as the stock one, settings and tensor names included, which load into a stock
+    model."""
     from safetensors.torch import load_file
 
     torch.manual_seed(0)
@@ -125,27 +126,27 @@ def test_saved_models_are_stock_models(name: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "stock")
     enable(model)
     model.save_pretrained(tmp_path / "ours")
-    files = [[tmp_path / each / file for each in ("ours", "stock")] for file in ("config.json", "model.safetensors")]
+    files = [[tmp_path / folder / file for folder in ("ours", "stock")] for file in ("config.json", "model.safetensors")]
     assert files[0][0].read_text() == files[0][1].read_text()
-    ours, expected = (load_file(each) for each in files[1])
+    ours, expected = (load_file(path) for path in files[1])
     assert ours.keys() == expected.keys() and all(torch.equal(ours[key], expected[key]) for key in ours)
     disable(model)
     with without_vision():
         loaded = type(model).from_pretrained(tmp_path / "ours", attn_implementation="eager")
     assert disable(loaded) == {}
     state = model.state_dict()
-    assert all(torch.equal(each, state[key]) for key, each in loaded.state_dict().items())
+    assert all(torch.equal(weight, state[key]) for key, weight in loaded.state_dict().items())
 
 
 def test_settings_that_are_changed_later() -> None:
-    """A model's config is its encoder's, enabled or not; one that is put in its place does as well, and is not lost."""
+    """Enabled or not, a model and its encoder share one config; a config assigned later takes effect and is kept by disable."""
     model = build("wav2vec2_bert", layers=3).train()
     given = arguments("wav2vec2_bert", model, PADDED)
     enable(model)
     for rate in (1.0, 0.0):
         (model if rate else model.encoder).config.layerdrop = rate
         assert model.config.layerdrop == rate
-        assert any("layers.2" in each for each in dict(model.named_parameters()).keys() - results(model, given).keys()) == bool(
+        assert any("layers.2" in path for path in dict(model.named_parameters()).keys() - results(model, given).keys()) == bool(
             rate
         )
 
@@ -158,18 +159,18 @@ def test_settings_that_are_changed_later() -> None:
     ours = counted(output(inkling, given), real(PADDED))
     other = copy.deepcopy(build("inkling").config)
     other.is_causal = other.use_cache = False
-    for each in inkling.modules():
-        if hasattr(each, "config"):
-            each.config = other
+    for module in inkling.modules():
+        if hasattr(module, "config"):
+            module.config = other
     assert_near("another config", counted(output(inkling, given), real(PADDED)), ours)
     disable(inkling)
-    assert all(each is other for each in configs(inkling))
+    assert all(config is other for config in configs(inkling))
     assert_near("ours", ours, counted(output(inkling, given), real(PADDED)))
 
 
 @pytest.mark.parametrize("name", ["wav2vec2_bert", "t5"])
 def test_an_implementation_that_is_changed_later(name: str) -> None:
-    """It waits until the model is stock again."""
+    """A change of the attention implementation takes effect when the model is stock again."""
     model, given = subject(name)
     expected = output(model, given)
     enable(model)
@@ -184,11 +185,11 @@ def test_an_implementation_that_is_changed_later(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["t5", "longt5", "wavlm"])
 def test_tables_that_are_offloaded(name: str) -> None:
-    """A table's weight may be on another device until its module is called, as accelerate's offloading leaves it."""
+    """A table's weight may be on another device until its module is called, as with accelerate's offloading."""
     model, given = subject(name)
     enable(model)
     expected = output(model, given)
-    tables = [each for path, each in model.named_modules() if path.endswith(("relative_attention_bias", "rel_attn_embed"))]
+    tables = [part for path, part in model.named_modules() if path.endswith(("relative_attention_bias", "rel_attn_embed"))]
     assert tables
 
     def load(module: Any, _: Any, weight: nn.Parameter) -> None:
@@ -207,13 +208,13 @@ def test_tables_that_are_offloaded(name: str) -> None:
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("name", ["t5", "wav2vec2_bert", "toy"])
 def test_adapters(name: str, before: bool) -> None:
-    """Projections with a correction of low rank count, and learn, whether they came before enable or after."""
+    """Low-rank adapters on projections take effect and are trained, whether added before or after enable."""
     model, given = subject(name)
 
     def adapt() -> None:
-        for path, each in list(model.named_modules()):
+        for path, module in list(model.named_modules()):
             if path.endswith((".q", ".linear_q", ".wq", ".v", ".linear_v", ".wv")):
-                model.get_submodule(path.rpartition(".")[0]).register_module(path.rpartition(".")[2], stock.Adapter(each))
+                model.get_submodule(path.rpartition(".")[0]).register_module(path.rpartition(".")[2], stock.Adapter(module))
 
     torch.manual_seed(3)
     if before:
@@ -223,8 +224,8 @@ def test_adapters(name: str, before: bool) -> None:
         adapt()
     assert runs_the_operator(model, given)
     ours = results(model, given)
-    learned = [each for path, each in ours.items() if ".up." in path]
-    assert learned and all(each.any() for each in learned)
+    learned = [gradient for path, gradient in ours.items() if ".up." in path]
+    assert learned and all(gradient.any() for gradient in learned)
     disable(model)
     counts = counting(name, PADDED) if name != "toy" else None
     assert_near("ours", counted(ours["out"], counts), counted(output(model, given), counts))

@@ -45,22 +45,22 @@ every_family = pytest.mark.parametrize("name", FAMILIES)
 
 @every_family
 def test_outputs_and_gradients(name: str) -> None:
-    """In float64, with padding, of inputs and all parameters."""
+    """In float64 with padding: the output, and gradients of inputs and all parameters."""
     model = build(name, torch.float64)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", "Support for mismatched key_padding_mask")  # WavLM's own
+        warnings.filterwarnings("ignore", "Support for mismatched key_padding_mask")  # raised by WavLM itself
         report = enable(model)
-    assert not report.left and max(each.error or 0.0 for each in report.rows) < 1e-12
+    assert not report.left and max(row.error or 0.0 for row in report.rows) < 1e-12
     disable(model)
     with in_float64():
         assert_same(*both(model, arguments(name, model, PADDED), counting(name, PADDED)))
 
 
 def test_every_family_is_here() -> None:
-    folders = {each.folder for each in FAMILIES.values()}
-    assert {each.folder for each in supported_families() if not each.inside} == folders
-    inside = {each.folder: each.inside for each in supported_families() if each.inside}
+    folders = {family.folder for family in FAMILIES.values()}
+    assert {family.folder for family in supported_families() if not family.inside} == folders
+    inside = {family.folder: family.inside for family in supported_families() if family.inside}
     assert inside.keys() <= WHOLE_MODELS.keys() and set(inside.values()) <= folders
     assert VISION.keys() <= folders
 
@@ -75,7 +75,7 @@ def test_every_family_is_here() -> None:
 )
 @every_family
 def test_other_lengths(name: str, lengths: list[int], masked: bool) -> None:
-    """Shorter than windows and tables, a multiple of Gemma's chunk, and without a mask."""
+    """Lengths shorter than windows and tables, a multiple of Gemma's chunk, and no mask."""
     if lengths == [1, 1] and name == "granite_speech5":
         pytest.skip("takes half as many frames")
     model = build(name, torch.float64)
@@ -89,7 +89,7 @@ def test_other_lengths(name: str, lengths: list[int], masked: bool) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "longt5"])
 def test_a_sequence_of_padding(name: str) -> None:
-    """Nothing in it sees a key; it is what the stock model makes of that, and the other sequence is as if it were alone."""
+    """An all-padding sequence sees no key and gives the stock model's output; the other sequence is not affected by it."""
     model = build(name, torch.float64)
     given = arguments(name, model, [LENGTH, 0])
     with in_float64():
@@ -106,7 +106,7 @@ def test_a_sequence_of_padding(name: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("lengths", [PADDED, [LENGTH, 0]], ids=["padded", "nothing"])
 def test_padding_in_longt5s_encoder(lengths: list[int]) -> None:
-    """Real tokens do not see it; what the stock encoder makes of padding itself depends on the precision."""
+    """Real tokens do not see padding; the stock encoder's output at padding itself depends on the precision."""
     model = build("longt5").get_submodule("encoder")
     given = {"input_ids": torch.randint(1, 50, (2, LENGTH)), "attention_mask": real(lengths)[..., 0].float()}
     stock = output(model, given)
@@ -117,7 +117,7 @@ def test_padding_in_longt5s_encoder(lengths: list[int]) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["wav2vec2_bert", "wav2vec2_bert_relative", "mpnet", "deberta_v2", "sew_d", "wavlm"])
 def test_padding_anywhere(name: str) -> None:
-    """Frames that are hidden first and in between, not only last."""
+    """Frames hidden at the beginning and in between, not only at the end."""
     model = build(name, torch.float64)
     given = arguments(name, model, PADDED)
     given["attention_mask"] = given["attention_mask"].masked_fill(torch.rand(given["attention_mask"].shape) < 0.3, 0)
@@ -128,7 +128,7 @@ def test_padding_anywhere(name: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("add_adapter", [False, True])
 def test_chunks_that_are_all_padding(add_adapter: bool) -> None:
-    """Their queries see no key; the adapter's convolution carries what they get to real frames beside them."""
+    """Queries in all-padding chunks see no key; the adapter's convolution carries their output to neighbouring real frames."""
     changes = {"speech_encoder_chunk_size": 10, "speech_encoder_left_chunk_num": 0, "add_adapter": add_adapter}
     model = build("seamless_m4t_v2", torch.float64, **changes)
     given = arguments("seamless_m4t_v2", model, [LENGTH, 20])
@@ -143,7 +143,7 @@ def test_chunks_that_are_all_padding(add_adapter: bool) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["deberta", "deberta_v2", "sew_d"])
 def test_a_mask_of_keys_alone(name: str) -> None:
-    """A mask (B, 1, 1, N) of the user's hides keys; queries of padding attend as others do."""
+    """A user's mask (B, 1, 1, N) hides keys only; queries at padding attend like others."""
     encoder = build(name, torch.float64).encoder
     states = torch.randn(2, LENGTH, 32, dtype=torch.float64)
     given = {"hidden_states": states, "attention_mask": real(PADDED).mT[:, None].long()}
@@ -162,9 +162,9 @@ def assert_as_exact(ours: Results, stock: Results, golden: Results) -> None:
     names = golden.keys() - {"out"}
     largest = max(float(golden[name].abs().max()) for name in names)
     size = {name: max(float(golden[name].abs().max()), 1e-2 * largest) for name in names}
-    together = [torch.cat([each[name].flatten() / size[name] for name in names]) for each in (ours, golden, stock)]
+    together = [torch.cat([tensors[name].flatten() / size[name] for name in names]) for tensors in (ours, golden, stock)]
     assert_within_budget("gradients", *together, factor=4)
-    error, usual = ((each - together[1]).norm() for each in (together[0], together[2]))
+    error, usual = ((gradients - together[1]).norm() for gradients in (together[0], together[2]))
     assert_at_most("norm of the gradients' errors", error, 4 * usual)
 
 
@@ -183,7 +183,7 @@ def test_float32_is_as_exact_as_stock(name: str) -> None:
 @pytest.mark.parametrize("how", ["bfloat16", "float16", "autocast"])
 @every_family
 def test_16_bits_are_as_exact_as_stock(name: str, how: str) -> None:
-    """And results have the same dtypes, and no infinity of their own."""
+    """The results also have the stock dtypes, and are finite where the stock results are."""
     if (name, how) == ("deberta", "autocast"):
         pytest.skip("its stock attention fills bfloat16 scores with float32's lowest number, which is an error")
     model = build(name, torch.float32 if how == "autocast" else getattr(torch, how))
@@ -192,32 +192,32 @@ def test_16_bits_are_as_exact_as_stock(name: str, how: str) -> None:
     coarse = copy.deepcopy(model).bfloat16()
     with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
         ours, stock = both(model, given, counts)
-    assert {key: each.dtype for key, each in ours.items()} == {key: each.dtype for key, each in stock.items()}
-    assert all(ours[each].isfinite().all() for each in ours if stock[each].isfinite().all())
-    error, usual = ((each["out"].float() - golden).norm() for each in (ours, stock))
+    assert {key: result.dtype for key, result in ours.items()} == {key: result.dtype for key, result in stock.items()}
+    assert all(ours[key].isfinite().all() for key in ours if stock[key].isfinite().all())
+    error, usual = ((tensors["out"].float() - golden).norm() for tensors in (ours, stock))
     assert error > 0, "nothing is rounded"
-    if (name, how) == ("longt5", "float16"):  # which the stock model's -1e10 is beyond
-        # bfloat16, which has room for it, has an eighth of float16's precision.
+    if (name, how) == ("longt5", "float16"):  # the stock model's -1e10 exceeds its range
+        # bfloat16 has the range for it, but an eighth of float16's precision.
         assert usual.isnan()
         assert_at_most(
             "out", error, (counted(output(coarse, in_precision(given, torch.bfloat16)).float(), counts) - golden).norm()
         )
         return
     eps = torch.finfo(torch.float16 if how == "float16" else torch.bfloat16).eps
-    assert_at_most("out", error, 2 * usual + 2 * eps * golden.norm())  # as error_budget
+    assert_at_most("out", error, 2 * usual + 2 * eps * golden.norm())  # as in error_budget
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["t5", "mpnet", "speecht5", "wav2vec2_conformer"])
 def test_nothing_but_padding_in_float16(name: str) -> None:
-    """Keys that are all hidden are seen evenly, beside logits that float16's lowest number does not make vanish."""
+    """Queries whose keys are all hidden weight them evenly; float16's lowest number does not fully absorb the logits."""
     model = build(name, torch.float16)
     given = arguments(name, model, WHOLE)
     given["attention_mask"][1] = 0
     golden = output(copy.deepcopy(model).float(), in_precision(given, torch.float32))
     stock = output(model, given)
     enable(model)
-    error, usual = ((each.float() - golden).norm() for each in (output(model, given), stock))
+    error, usual = ((result.float() - golden).norm() for result in (output(model, given), stock))
     assert error > 0
     assert_at_most("out", error, 2 * (usual + torch.finfo(torch.float16).eps * golden.norm()))
 
@@ -225,12 +225,12 @@ def test_nothing_but_padding_in_float16(name: str) -> None:
 @pytest.mark.thorough
 @every_family
 def test_nothing_quadratic(name: str) -> None:
-    """No tensor has two dimensions as long as the sequence, and the largest one grows with the length."""
+    """No tensor has two dimensions of the sequence length, and the largest tensor grows linearly."""
     largest = []
-    shortest = 600 if name == "nemotron_asr_streaming" else 150  # longer than all widths, and than a mask of chunks
+    shortest = 600 if name == "nemotron_asr_streaming" else 150  # longer than all widths and than a chunk's mask
     for length in (shortest, 2 * shortest):
         model = build(name)
-        enable(model, check_calls=False)  # which would run the stock forward
+        enable(model, check_calls=False)  # the check would run the stock forward
         given = arguments(name, model, [length, length - 7], length)
         with Sizes() as found:
             results(model, given)
@@ -293,7 +293,7 @@ def test_compiled(name: str) -> None:
 @pytest.mark.thorough
 @every_family
 def test_compiled_with_weights(name: str) -> None:
-    """Compiled calls that ask for attention weights are the stock forward's, which needs all that stock layers pass on."""
+    """Compiled calls that ask for attention weights run the stock forward, which needs everything that stock layers pass on."""
     model = build(name)
     given = {**arguments(name, model, PADDED), "output_attentions": True}
     torch._dynamo.reset()
@@ -302,7 +302,7 @@ def test_compiled_with_weights(name: str) -> None:
         try:
             with torch.no_grad():
                 return families.output(torch.compile(model, backend="eager")(**given))  # type: ignore[operator]
-        except Exception as error:  # some stock models cannot be compiled so
+        except Exception as error:  # some stock models cannot be compiled this way
             return type(error).__name__
 
     stock = run()
@@ -316,11 +316,11 @@ def test_compiled_with_weights(name: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", [name for name, each in FAMILIES.items() if "sdpa" in each.stock])
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if "sdpa" in family.stock])
 def test_results_do_not_depend_on_the_implementation(name: str) -> None:
-    """That the config names. Where the eager one computes something else, which is refused, or found out in the first call, the
-    results are the stock model's."""
-    models = {each: build(name, implementation=each) for each in ("sdpa", "eager")}
+    """Results do not depend on the attention implementation in the config. Where the eager one computes something else, which is
+    refused or detected in the first call, the results are the stock model's."""
+    models = {implementation: build(name, implementation=implementation) for implementation in ("sdpa", "eager")}
     given = arguments(name, models["eager"], PADDED)
     assert enable(models["sdpa"])
     if name == "falcon":
@@ -335,19 +335,19 @@ def test_results_do_not_depend_on_the_implementation(name: str) -> None:
         assert len(report.calls().differing) == 2
         return
     assert enable(models["eager"])
-    assert_near("output", *(output(each, given) for each in models.values()))
+    assert_near("output", *(output(model, given) for model in models.values()))
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.thorough] * (name != "sam")) for name in VISION])
 @pytest.mark.parametrize("training", [False, True])
 def test_vision_encoders(name: str, training: bool) -> None:
-    """From images; with checkpointing in training. DeepSeek-OCR2's, Unlimited-OCR's and VitDet's images are smaller than their
-    tables are for."""
+    """Image encoders, in training with checkpointing. Images of DeepSeek-OCR2, Unlimited-OCR and VitDet are smaller than their
+    tables."""
     model = vision_encoder(name).train(training)
     given = images(name)
     with in_float64():
         ours, stock = both(model, given)
-        assert any("rel_pos_h" in each for each in stock) and any("rel_pos_w" in each for each in stock)
+        assert any("rel_pos_h" in key for key in stock) and any("rel_pos_w" in key for key in stock)
         assert_same(ours, stock)
         if training:
             enable(model)
@@ -375,7 +375,7 @@ def test_whole_models(name: str) -> None:
 
 @every_family
 def test_graphs_have_the_stock_forward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is exported has no small masks or positions: bit for bit."""
+    """During export the stock forward runs, bit for bit: exported graphs have no small masks or positions."""
     model = build(name)
     given = arguments(name, model, PADDED)
     enable(model)

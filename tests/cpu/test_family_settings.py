@@ -125,10 +125,10 @@ def test_other_settings(name: str, changes: dict[str, Any]) -> None:
     ids=["phi4_multimodal", "wavlm", "wavlm-clipped"],
 )
 def test_long_audio(name: str, length: int, changes: dict[str, Any]) -> None:
-    """Phi-4 multimodal cuts it into pieces of 500, the last one padded. WavLM's buckets are rounded as the stock model rounds
-    them, which is not T5's way: with this number of buckets it shows at 319. It clips distances without a warning."""
+    """Phi-4 multimodal splits long audio into pieces of 500 frames and pads the last one. WavLM rounds its buckets differently
+    from T5, which shows at distance 319 with this number of buckets. Distances are clipped without a warning."""
     model = build(name, torch.float64, layers=1, **changes)
-    given = arguments(name, model, [length], length)  # Phi-4's stock model cannot cut two
+    given = arguments(name, model, [length], length)  # Phi-4's stock model cannot split a batch of two
     with in_float64(), warnings.catch_warnings():
         warnings.filterwarnings("error", "the .* rows of a table")
         assert_same(*both(model, given))
@@ -151,19 +151,19 @@ DROPOUT: dict[str, dict[str, Any]] = {
     **{name: {"attention_dropout": 0.2} for name in ("inkling", "inkling2")},
     **{name: {"dropout_rate": 0.2} for name in (*T5, "phi4_multimodal")},
     **{name: {"attention_dropout": 0.2, "hidden_dropout": 0.1} for name in ("bloom", "falcon")},
-    # Its hidden dropout draws in the order of stock attention's memory, (N, B, C): not what is compared.
+    # Hidden dropout draws in the memory order of stock attention's output, (N, B, C), which is not compared.
     **{name: {**USUAL, "hidden_dropout": 0.0} for name in WAVLM},
     **dict.fromkeys(("mpnet", "deberta", "deberta_v2"), PROBABILITIES),
-    # Their attention's dropout is drawn in another order.
+    # Their attention dropout is drawn in another order.
     "sew_d": {**USUAL, "attention_dropout": 0.0},
     "nemotron_asr_streaming": {**FAST_CONFORMER, "attention_dropout": 0.0},
     "speecht5": USUAL,
-    "fastspeech2_conformer": {f"encoder_{each}_rate": 0.1 for each in ("attention_dropout", "dropout", "positional_dropout")},
+    "fastspeech2_conformer": {f"encoder_{kind}_rate": 0.1 for kind in ("attention_dropout", "dropout", "positional_dropout")},
     **{name: {"dropout": 0.1} for name in ("granite_speech", "granite_speech_plus")},
     "granite_speech5": {"attention_dropout": 0.2, "activation_dropout": 0.1},
     **{name: {"attention_dropout": 0.2} for name in VISION if name not in ("vitdet", "seggpt")},
     "vitdet": {"dropout_prob": 0.2},
-    # Gemma's have none, SegGPT drops whole layers, MPT's config takes whole numbers alone, LongT5 draws in blocks.
+    # Gemma's have no dropout, SegGPT drops whole layers, MPT's config only accepts integers, LongT5 draws in blocks.
     **{name: {} for name in ("gemma4", "gemma3n", "seggpt", "mpt", "longt5")},
 }
 TRAINED = [
@@ -183,16 +183,16 @@ TRAINED = [
 @pytest.mark.thorough
 @pytest.mark.parametrize(("name", "changes"), TRAINED)
 def test_training(name: str, changes: dict[str, Any]) -> None:
-    """With all kinds of dropout, of which the attention's drops what the operator does."""
-    dropped_layers = any("layerdrop" in each for each in changes)
+    """Training with all kinds of dropout; the stock attention drops the same probabilities as the operator."""
+    dropped_layers = any("layerdrop" in change for change in changes)
     steady = {name: 0.0 for name in ("layerdrop", "speech_encoder_layerdrop", "encoder_layerdrop") if name not in changes}
     model = build(name, torch.float64, layers=6 if dropped_layers else 2, **{**steady, **changes}).train()
     given = arguments(name, model, PADDED)
-    # Queries that see no key see all evenly, and drop none; each sequence has a table of its own if positions are dropped.
+    # Queries that see no key weight all keys evenly and drop none; with dropped positions each sequence has its own table.
     counts = real(PADDED) if name in ("parakeet", "deberta", "deberta_v2") else counting(name, PADDED)
     one_by_one = name == "parakeet_attention" or changes.get("dropout_positions", 0.0) > 0
     names = ("speech_encoder_attention_heads", "conf_num_attention_heads", "num_attention_heads")
-    heads = next(getattr(model.config, each) for each in names if hasattr(model.config, each))
+    heads = next(getattr(model.config, attribute) for attribute in names if hasattr(model.config, attribute))
     with in_float64():
         with operators_dropout(heads, one_by_one):
             stock = results(model, given, counts)
@@ -200,7 +200,7 @@ def test_training(name: str, changes: dict[str, Any]) -> None:
         ours = results(model, given, counts)
         if changes:
             assert (results(model, given, counts, seed=5)["out"] - ours["out"]).abs().max() > 0.1, "nothing is dropped"
-    skipped = {each for each, _ in model.named_parameters() if "layers." in each} - stock.keys()
+    skipped = {path for path, _ in model.named_parameters() if "layers." in path} - stock.keys()
     assert bool(skipped) == dropped_layers
     assert_same(ours, stock)
 
@@ -208,7 +208,7 @@ def test_training(name: str, changes: dict[str, Any]) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["mpnet", "deberta_v2", "sew_d", "bloom", "fastspeech2_conformer"])
 def test_dropout_in_evaluation(name: str) -> None:
-    """Dropout modules that train drop, also in a model that does not (Monte Carlo dropout)."""
+    """Dropout modules in training mode drop, also in a model in eval mode (Monte Carlo dropout)."""
     model = build(name).eval()
     given = arguments(name, model, PADDED)
     enable(model)
@@ -223,7 +223,7 @@ def test_dropout_in_evaluation(name: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["sam", "sam_hq", "deepseek_ocr2", "unlimited_ocr"])
 def test_dropout_of_vision_encoders_is_eagers(name: str) -> None:
-    """The stock classes for sdpa drop nothing."""
+    """Enabled, the classes for sdpa drop nothing, like their stock classes; those for eager drop."""
     given = images(name)
     eager, sdpa = (vision_encoder(name, kind, attention_dropout=0.5).train() for kind in ("eager", "sdpa"))
     stock = output(sdpa, given)

@@ -28,14 +28,14 @@ from tests.tolerance import assert_near
 
 
 def act(what: str) -> tuple[str, int]:
-    """Do what an item says, in a worker; return it, and the process."""
+    """Do what an item asks for, inside a worker; return the item and the process."""
     if what == "raise":
         raise ValueError("two\nlines")
     if what == "crash":
         os.kill(os.getpid(), signal.SIGSEGV)
     if what == "hang":
         time.sleep(600)
-    if what == "break":  # as after an illegal access: whatever follows in this process fails, too
+    if what == "break":  # as after an illegal memory access: everything later in this process fails, too
         torch.cuda.is_initialized = lambda: True
         torch.cuda.synchronize = fail  # type: ignore[assignment]
     return what, os.getpid()
@@ -47,7 +47,7 @@ def fail(*_: Any) -> None:
 
 @pytest.mark.thorough
 def test_workers() -> None:
-    """Whatever happens to one item, the others have results; a worker that cannot go on is replaced; at the deadline all ends."""
+    """A failing item does not affect the results of the others; a broken worker is replaced; everything ends at the deadline."""
     items = ["one", "raise", "two", "crash", "three", "break", "four", "hang"]
     found = dict(spread(act, items, 1, time.monotonic() + 300, patience=30.0))
     assert list(found) == items and found["raise"] == Lost("ValueError: two lines")
@@ -60,7 +60,7 @@ def test_workers() -> None:
 
 @pytest.fixture
 def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
-    """Options of a run whose report asks no GPU."""
+    """Options of a run whose report does not query a GPU."""
     monkeypatch.setattr(reports, "stamp", lambda _: {})
     (tmp_path / "environment.json").write_text("{}")
     return gpu.parse(["--results", str(tmp_path), "--state", str(tmp_path), "--seconds", "60", "--jobs", "1"])
@@ -70,14 +70,15 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespa
 def test_parts_are_judged_one_by_one(
     options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A crash, a hang, and a part that had no time: the others go on, and each is listed; at most thirty lines in the end."""
+    """After a crash, a hang, or a part that ran out of time, the others still run and every part is listed, in at most thirty
+    lines."""
     monkeypatch.setattr(gpu, "GRACE", 0.0)
     run = Run(options)
     parts = {
         "good": ("print('fine')", "ended in"),
         "wrong": (f"[print({ERROR!r}) for _ in range(40)]; sys.exit({FAILED})", "FAILED, 40 rows, ended in"),
         "crash": ("os.kill(os.getpid(), signal.SIGSEGV)", "crashed: signal SIGSEGV"),
-        "raises": ("raise ValueError", "crashed: exit status 1"),  # which no row says
+        "raises": ("raise ValueError", "crashed: exit status 1"),  # a crash without a failing row
         "hang": ("time.sleep(600)", "cut off after"),
         "slow": (f"sys.exit({CUT_OFF})", "cut off after"),
         "nothing": (f"sys.exit({LEFT_OUT})", "left out"),
@@ -99,7 +100,7 @@ def test_parts_are_judged_one_by_one(
 
 
 def test_what_a_check_found_to_be_wrong_is_not_timed(options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls of its kind, whatever their length, and no others."""
+    """Calls of the failing kind are excluded from timing at any length, and no other calls are."""
     monkeypatch.setattr(checks.Check, "run", lambda *_: [{"case": "", "status": "FAILED", "message": "d_key"}])
     case, options.jobs = Case(4, 32, 4096, 64), 0
     checks.check_all([next(checks.stand_ins(case))], options, reports.Report(options, "correctness"), time.monotonic() + 60)
@@ -113,7 +114,8 @@ def test_what_a_check_found_to_be_wrong_is_not_timed(options: argparse.Namespace
     "case", [Case(3, 4, 33, 16, True, 9, "fp32", 2), Case(1, 2, 20, 16, dtype="fp32", terms=("rel_bias",))], ids=str
 )
 def test_one_head_of_two_sequences(case: Case) -> None:
-    """What is compared of a long call is what the whole call has there, and a wrong head of the last sequence is noticed."""
+    """The head that is compared in a long call equals that head of the whole call, and a wrong head of the last sequence is
+    detected."""
     inputs = case.inputs("cpu")
     whole = timing.expected_results(case, inputs).results
     expected = timing.expected_of_one_head(case, inputs)
@@ -128,7 +130,7 @@ def test_one_head_of_two_sequences(case: Case) -> None:
 
 
 def test_a_call_that_did_not_run_again_did_not_repeat(options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time may be over after its first run: that is neither a pass nor a failure."""
+    """If time runs out after the first run, the call counts neither as passed nor as failed."""
     runs = iter([(51, ""), (0, ""), (51, "run 3: out")])
     monkeypatch.setattr(checks, "differences", lambda *_: next(runs))
     monkeypatch.setattr(Case, "inputs", lambda *_: None)

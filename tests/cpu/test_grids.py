@@ -24,13 +24,13 @@ append: Any = append_decomposed_positions
 
 
 class Case(NamedTuple):
-    """Sizes of a call."""
+    """The sizes of a call."""
 
     grid: tuple[int, int]
     key_grid: tuple[int, int] | None = None
     prefix: int = 0
     rows: tuple[int, int] | None = None
-    """Rows of the two tables, if not those that the grids need."""
+    """Rows of the two tables, if they differ from what the grids need."""
     width: int = 6
     value_width: int = 5
 
@@ -65,7 +65,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def tensors(case: Case, dtype: torch.dtype = torch.float64, batch: int = 2, heads: int = 3) -> Tensors:
-    """Query, key, value, both tables, and a gradient of out."""
+    """Query, key, value, both tables, and an output gradient."""
     generator = torch.Generator().manual_seed(0)
 
     def made(*shape: int) -> torch.Tensor:
@@ -74,24 +74,24 @@ def tensors(case: Case, dtype: torch.dtype = torch.float64, batch: int = 2, head
     queries, keys = (case.prefix + height * width for height, width in (case.grid, case.keys))
     rows = case.rows or tuple(2 * max(sides) - 1 for sides in zip(case.grid, case.keys, strict=True))
     qkv = (made(batch, number, heads, width) for number, width in ((queries, case.width), (keys, case.width)))
-    query, key = (each.transpose(1, 2) for each in qkv)
+    query, key = (tensor.transpose(1, 2) for tensor in qkv)
     value = made(batch, heads, keys, case.value_width)
     return query, key, value, *(made(number, case.width) for number in rows), made(batch, heads, queries, case.value_width)
 
 
 def resized(table: torch.Tensor, length: int) -> torch.Tensor:
-    """A table of another length as the models interpolate it."""
+    """A table interpolated to another length, as the models do it."""
     return interpolate(table.mT[None], size=length, mode="linear")[0].mT
 
 
 def difference(query: int, key: int, query_side: int, key_side: int) -> int:
-    """Which row of its table a pair of coordinates has."""
+    """The table row for a pair of coordinates."""
     in_keys, in_queries = max(query_side / key_side, 1), max(key_side / query_side, 1)
     return int(query * in_queries - key * in_keys + (key_side - 1) * in_keys)
 
 
 def pair_by_pair(case: Case, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *pos: torch.Tensor) -> torch.Tensor:
-    """The formula, a number at a time."""
+    """The formula, computed one number at a time."""
     tables = [resized(table, 2 * max(sides) - 1) for table, *sides in zip(pos, case.grid, case.keys, strict=True)]
     bias: list[list[torch.Tensor]] = []
     for i in range(query.shape[2]):
@@ -108,7 +108,7 @@ def pair_by_pair(case: Case, query: torch.Tensor, key: torch.Tensor, value: torc
 
 
 def appended(case: Case, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *pos: torch.Tensor) -> torch.Tensor:
-    """By torch's own attention."""
+    """The same result from torch's own attention."""
     wide = append(query, key, *pos, **case.arguments)
     assert wide[0].shape[3] == case.width + sum(case.keys)
     return scaled_dot_product_attention(wide[0], wide[1], value, scale=1.0)
@@ -120,7 +120,7 @@ def attend(case: Case, *given: Any, **arguments: Any) -> Any:
 
 def results(function: Any, case: Case, given: Tensors, **arguments: Any) -> Tensors:
     """Output and all gradients."""
-    leaves = [each.detach().clone().requires_grad_() for each in given[:5]]
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in given[:5]]
     out = function(case, *leaves, **arguments)
     return out.detach(), *torch.autograd.grad(out, leaves, given[5])
 
@@ -129,7 +129,7 @@ NAMES = ("out", "query", "key", "value", "rel_pos_h", "rel_pos_w")
 
 
 def assert_same(ours: Tensors, expected: Tensors) -> None:
-    largest = max(float(each.abs().max()) for each in expected)
+    largest = max(float(result.abs().max()) for result in expected)
     for name, actual, right in zip(NAMES, ours, expected, strict=True):
         assert actual.shape == right.shape and right.isfinite().all(), name
         assert_near(name, actual, right, smallest=largest / 100)
@@ -154,7 +154,7 @@ def test_the_formula(case: Case, way: str) -> None:
 @pytest.mark.parametrize(("queries", "elements"), [(1, 1), (3, 200), (8, 1), (8, 1 << 18), (50, 200)])
 @pytest.mark.parametrize("name", ["rectangular", "class token", "pooled keys"])
 def test_cuts(monkeypatch: pytest.MonkeyPatch, name: str, queries: int, elements: int) -> None:
-    """Parts of a row, whole rows, several heads and sequences, and dropout that knows its place in all of them."""
+    """Blocks of partial rows, whole rows, several heads and several sequences give the same result, with dropout too."""
     case, given = CASES[name], tensors(CASES[name])
 
     def dropped(implementation: str) -> Tensors:
@@ -168,39 +168,41 @@ def test_cuts(monkeypatch: pytest.MonkeyPatch, name: str, queries: int, elements
 
 
 FAST = ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_amx_fp16_supported")
-"""torch's flags of a processor that is fast at products in bfloat16 and float16."""
+"""torch's flags for a processor with fast products in bfloat16 and float16."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("sharp", [0, 1, 8])
 @pytest.mark.parametrize("fast", [False, True], ids=["products in float32", "products in 16 bits"])
 def test_error_rule(dtype: torch.dtype, sharp: int, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On processors that are fast at products in 16 bits, and on others; sharp logits, and with sharp = 0 a scale of 0: attention
-    by position alone, where torch's products in 16 bits by 0 do not write their result on some processors."""
+    """On processors with fast 16-bit products and on others, with sharp logits. sharp = 0 means scale = 0, attention by position
+    alone, where torch's 16-bit products with alpha = 0 do not write their result on some processors."""
     take_processor(monkeypatch, *(FAST if fast else ()))
     case, scale = Case((9, 8), prefix=1, width=16, value_width=16), None if sharp else 0.0
     query, *others = tensors(case, dtype)
     given = ((sharp or 1) * query, *others)
-    golden = results(attend, case, tuple(each.double() for each in given), implementation="reference", scale=scale)
-    dense, ours = (results(attend, case, given, implementation=each, scale=scale) for each in ("reference", "blockwise"))
-    assert {each.dtype for each in ours} == {dtype}
-    for name, *each in zip(NAMES, ours, golden, dense, strict=True):
-        if not each[1].any():  # d_key, with a scale of 0
-            assert not each[0].any(), name
+    golden = results(attend, case, tuple(tensor.double() for tensor in given), implementation="reference", scale=scale)
+    dense, ours = (
+        results(attend, case, given, implementation=implementation, scale=scale) for implementation in ("reference", "blockwise")
+    )
+    assert {result.dtype for result in ours} == {dtype}
+    for name, actual, exact, usual in zip(NAMES, ours, golden, dense, strict=True):
+        if not exact.any():  # d_key, with a scale of 0
+            assert not actual.any(), name
             continue
-        assert_within_budget(name, *each, factor=2 if name == "out" else 3)
+        assert_within_budget(name, actual, exact, usual, factor=2 if name == "out" else 3)
         if name.startswith("rel_pos") and dtype.itemsize == 2 and sharp:  # sums in float32 that are rounded once
-            rounding = torch.finfo(dtype).eps * each[1].abs() + dtype_tolerance(torch.float32) * each[1].abs().max()
-            assert_at_most(f"{name}, rounded once", (each[0].double() - each[1]).abs(), rounding)
+            rounding = torch.finfo(dtype).eps * exact.abs() + dtype_tolerance(torch.float32) * exact.abs().max()
+            assert_at_most(f"{name}, rounded once", (actual.double() - exact).abs(), rounding)
 
 
 def test_large_logits() -> None:
-    """Probabilities of a row sum to one, forward and backward: no gradient of values that are all equal."""
+    """Each row's probabilities sum to one, forward and backward: the output is one and gradients are finite for equal values."""
     case = Case((6, 5), width=16)
     query, key, value, *pos, d_out = tensors(case, torch.float32)
     gradients = results(attend, case, (300 * query, 30 * key, torch.ones_like(value), *pos, d_out))
     assert_near("out", gradients[0], torch.ones_like(gradients[0]))
-    assert all(each.isfinite().all() for each in gradients)
+    assert all(gradient.isfinite().all() for gradient in gradients)
 
 
 def test_repeats_bit_for_bit() -> None:
@@ -220,7 +222,7 @@ def test_empty() -> None:
     for batch, heads in ((0, 3), (2, 0)):
         given = tensors(case, batch=batch, heads=heads)
         out, *gradients = results(attend, case, given)
-        assert out.shape == given[5].shape and not any(each.abs().sum() for each in gradients)
+        assert out.shape == given[5].shape and not any(gradient.abs().sum() for gradient in gradients)
 
 
 def wide(*shape: int) -> torch.Tensor:
@@ -247,7 +249,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_calls(name: str) -> None:
-    """An error that names the argument, of both functions where both have it."""
+    """The error names the argument, in both functions if both have it."""
     given: dict[str, Any] = dict(zip(NAMES[1:], tensors(Case((4, 3)))[:5], strict=True)) | {"grid": (4, 3)}
     changes, error, message = WRONG[name]
     with pytest.raises(error, match=message):
@@ -260,7 +262,8 @@ def test_wrong_calls(name: str) -> None:
 
 @pytest.mark.parametrize("function", [call, append])
 def test_exchanged_sides_warn_once(function: Any) -> None:
-    """Exchanged tables, a grid as (width, height), and keys pooled: once, on the caller's line. Other interpolation is silent."""
+    """Swapped tables, a (width, height) grid and pooled keys warn once, on the caller's line. Other interpolation does not
+    warn."""
 
     def warned(case: Case) -> list[str]:
         forget_warnings()
@@ -270,8 +273,8 @@ def test_exchanged_sides_warn_once(function: Any) -> None:
             warnings.simplefilter("always")
             for _ in range(2):
                 function(*given, **case.arguments)
-        assert all(each.category is UserWarning and each.filename == __file__ for each in caught)
-        return [str(each.message) for each in caught]
+        assert all(warning.category is UserWarning and warning.filename == __file__ for warning in caught)
+        return [str(warning.message) for warning in caught]
 
     for case in (Case((4, 6), rows=(11, 7)), Case((4, 6), (2, 3), rows=(11, 7))):
         (message,) = warned(case)

@@ -29,7 +29,7 @@ from tests.tolerance import assert_near
 from triton_relattn import disable, enable
 
 LONG = (4, 257, 32)
-"""Two heads give it 2**19 scores: the operator computes it."""
+"""With two heads it has 2**19 scores, enough for the operator."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -66,11 +66,11 @@ PLACES: dict[str, tuple[Callable[[Any, float], None], Callable[[Any], Any]]] = {
         lambda module: 3.0 if module.factor.item() > 0.5 else 1.0,
     ),
 }
-"""Where a module may have the factor of its result: how it is set, and how the forward reads it."""
+"""Places where a module may store a factor for its result: how it is set, and how the forward reads it."""
 
 
 def scaled(place: str, factor: float) -> Any:
-    """Shaw's attention, times a factor."""
+    """Shaw's attention with its result multiplied by a factor."""
     write, read = PLACES[place]
     module = Altered(lambda module, out, *_: out * read(module))
     write(module, factor)
@@ -78,7 +78,7 @@ def scaled(place: str, factor: float) -> Any:
 
 
 def assert_noticed(module: nn.Module, *given: Any) -> None:
-    """The call is the stock forward's, a warning says why, and the module has its stock class again."""
+    """The call runs the stock forward, a warning says why, and the module has its stock class again."""
     with pytest.warns(UserWarning, match="differs from the stock forward in this call and uses its stock class again"):
         assert_as_stock(module, *given)
     assert disable(module) == {}
@@ -86,7 +86,7 @@ def assert_noticed(module: nn.Module, *given: Any) -> None:
 
 @pytest.mark.parametrize("place", ["a dataclass with slots", "a keyword's default", "a buffer or None"])
 def test_two_modules_of_a_class(place: str) -> None:
-    """The comparison of one is not taken for that of the other: the first is replaced, the second is not."""
+    """Two modules of one class are compared separately: the first is replaced, the second is not."""
     first, second = scaled(place, 1.0), scaled(place, 3.0)
     with pytest.warns(UserWarning, match="enable left 1 of 2"):
         report = enable(nn.ModuleList([first, second]))
@@ -109,7 +109,8 @@ def test_a_module_that_changes_later(place: str, calls: int) -> None:
 
 @pytest.mark.parametrize("place", ["an array", "a flag in a buffer of numbers"])
 def test_a_change_is_noticed_at_once(place: str) -> None:
-    """After six calls, of which the next to be compared is the eighth: an attribute that is set, and a buffer that is written."""
+    """An attribute that is set or a buffer that is written after six calls is noticed, although the next comparison is in the
+    eighth."""
     module, x = scaled(place, 1.0), torch.randn(*LONG)
     enable(module)
     for _ in range(6):
@@ -122,7 +123,7 @@ def test_a_change_is_noticed_at_once(place: str) -> None:
 
 
 class Limited(ShawAttention):
-    """A setting of the class that has no effect at first."""
+    """A class attribute that has no effect at first."""
 
     factor = 1.0
 
@@ -131,7 +132,7 @@ class Limited(ShawAttention):
 
 
 def test_classes_and_functions_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A class's attribute, a forward that somebody has replaced, and a function of its module."""
+    """Changes to a class attribute, a replaced forward, and a changed module-level function."""
     x = torch.randn(*LONG)
     for owner, name, value in (
         (Limited, "factor", 2.0),
@@ -147,12 +148,12 @@ def test_classes_and_functions_that_change(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def window(module: Any, out: Any, x: torch.Tensor, _: Any) -> Any:
-    """Another rule in sequences that are longer than those that are compared."""
+    """A different rule for sequences longer than those that are compared."""
     return out if x.shape[1] <= 150 else out + ShawAttention.forward(module, x[:, :150]).mean(1, keepdim=True)
 
 
 class Segments(ShawAttention):
-    """A mask that is 0 of padding, and the number of a segment elsewhere: only the first one is seen."""
+    """A mask with 0 at padding and segment numbers elsewhere; only segment 1 is visible."""
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         return super().forward(x, None if mask is None else mask == 1)
@@ -166,7 +167,7 @@ def test_a_rule_that_only_calls_show(make: Callable[[], Any], masks: tuple[Any, 
 
 
 def test_a_probability_that_is_set_later() -> None:
-    """Results without dropout are the same: the probabilities are also compared."""
+    """Results without dropout stay equal, so dropout probabilities are compared as well."""
     module = StepByStep().train()
     assert enable(module)
     module(torch.randn(*LONG))
@@ -177,7 +178,7 @@ def test_a_probability_that_is_set_later() -> None:
 
 
 def test_threads_enable_different_models() -> None:
-    """The default dtype, the random state and the filters of warnings stay as they are."""
+    """Concurrent enable calls leave the default dtype, the random state and warning filters unchanged."""
     torch.set_default_dtype(torch.float64)
     try:
         torch.manual_seed(1)
@@ -211,7 +212,7 @@ class InRegistry(Registered):
 
 
 def test_a_registry_of_classes() -> None:
-    """It does not get ours in place of the stock class."""
+    """A registry keeps the stock class and does not get ours."""
     assert enable(InRegistry()) and REGISTRY["InRegistry"] is InRegistry
 
 
@@ -237,7 +238,7 @@ def profiled(model: Any) -> Any:
 
 @pytest.mark.parametrize("change", [replica, loaded, adapted, profiled, copy.deepcopy])
 def test_changes_that_change_nothing(change: Callable[[Any], Any]) -> None:
-    """What profilers, DataParallel, checkpoints and adapters leave on a module: ours runs, and nothing is said."""
+    """Attributes left on a module by profilers, DataParallel, checkpoints and adapters: ours still runs, without a warning."""
     module, x = ShawAttention().eval(), torch.randn(*LONG)
     enable(module)
     assert module(torch.randn(0, 20, 32)).shape == (0, 20, 32)
@@ -253,12 +254,12 @@ def test_changes_that_change_nothing(change: Callable[[Any], Any]) -> None:
 
 
 def test_the_report_counts_calls() -> None:
-    """Those that are compared, and others by reason; also in a file."""
+    """The report counts compared calls, and other calls by reason; it can be saved to a file."""
     module, x = ShawAttention().eval(), torch.randn(*LONG)
     report = enable(module)
     output(module, {"x": x})
     hook = module.wq.register_forward_hook(lambda *_: None)
-    output(module, {"x": x})  # the second one
+    output(module, {"x": x})  # the second call
     hook.remove()
     assert report.calls().compared == 1 and dict(report.calls().not_compared) == {"its parts have hooks": 1}
     assert "calls compared with the stock forward: 1" in str(report) and "not compared: 1, its parts have hooks" in str(report)
@@ -287,13 +288,13 @@ def test_exports_and_traces_as_the_stock_model() -> None:
 
 @pytest.mark.parametrize("name", ["deberta_v2", "fastspeech2_conformer"])
 def test_hooks_on_the_dropout_of_the_weights(name: str) -> None:
-    """Ours computes no weights: such a call is the stock forward's."""
+    """Ours computes no attention weights, so a hook on their dropout makes the call run the stock forward."""
     model, given = build(name), None
     given = arguments(name, model, [20, 20])
     enabled = copy.deepcopy(model)
     enable(enabled)
-    for each in (model, enabled):
-        for part in each.modules():
+    for network in (model, enabled):
+        for part in network.modules():
             if "ropout" in type(part).__name__:
                 part.register_forward_hook(lambda _, __, result: 0 * result)
     assert_near("output", output(enabled, given), output(model, given))
@@ -301,7 +302,7 @@ def test_hooks_on_the_dropout_of_the_weights(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["bloom", "longt5"])
 def test_stock_forwards_that_cast_to_float32(name: str) -> None:
-    """In float64 the stock forward is off by float32's rounding: ours, which is not, is no other."""
+    """In float64 the stock forward has float32's rounding error; ours does not, and is not taken for a different computation."""
     model = build(name).double()
     given = arguments(name, model, [20, 13])
     report = enable(model)
@@ -313,7 +314,7 @@ def test_stock_forwards_that_cast_to_float32(name: str) -> None:
 @pytest.mark.parametrize("name", ["wav2vec2_bert", "t5"])
 @pytest.mark.parametrize("through", ["a copy", "a file"])
 def test_one_layer_of_a_copy_is_stock(name: str, through: str) -> None:
-    """Compiled, where stock layers cannot read what enabled ones pass on."""
+    """One layer of a copy is disabled and the copy compiled: its stock layer cannot read what enabled layers pass on."""
     model = build(name)
     given = arguments(name, model, [20, 13])
     stock_output = output(model, given)
@@ -334,21 +335,21 @@ def test_one_layer_of_a_copy_is_stock(name: str, through: str) -> None:
 
 
 def test_a_position_bias_that_is_written_to() -> None:
-    """A hook that adds to what T5's first layer passes on: the others read what it has written."""
+    """A hook modifies the bias that T5's first layer passes on; later layers read the modified values."""
     model = build("t5")
     given = arguments("t5", model, [20, 20])
     enabled = copy.deepcopy(model)
     enable(enabled)
 
     def add(_: Any, __: Any, result: Any) -> None:
-        bias = next(each for each in result[1:] if isinstance(each, torch.Tensor) and each.dim() > 1)
+        bias = next(tensor for tensor in result[1:] if isinstance(tensor, torch.Tensor) and tensor.dim() > 1)
         with torch.no_grad():
             bias[..., 3] += 5
 
     for _ in range(2):  # so that the next call is not compared
         output(enabled, given)
-    for each in (model, enabled):
-        next(part for path, part in each.named_modules() if path.endswith("SelfAttention")).register_forward_hook(add)
+    for network in (model, enabled):
+        next(part for path, part in network.named_modules() if path.endswith("SelfAttention")).register_forward_hook(add)
     assert_near("output", output(enabled, given), output(model, given))
 
 
@@ -360,11 +361,11 @@ def test_backward_hooks_on_what_is_passed_on() -> None:
     enable(model)
     given = arguments("t5", model, [20, 13])
     model(**given)[0].sum().backward()
-    assert all(each.grad is not None for path, each in model.named_parameters() if "relative_attention_bias" in path)
+    assert all(parameter.grad is not None for path, parameter in model.named_parameters() if "relative_attention_bias" in path)
 
 
 def test_a_class_derived_from_an_enabled_one() -> None:
-    """As torch.nn.utils.parametrize and FSDP2 make it."""
+    """Subclasses created by torch.nn.utils.parametrize and FSDP2."""
     model = build("parakeet")
     given = arguments("parakeet", model, [20, 13])
     expected = output(model, given)
@@ -379,7 +380,7 @@ def test_a_class_derived_from_an_enabled_one() -> None:
 
 @pytest.mark.parametrize("name", ["t5", "umt5"])
 def test_a_mask_that_is_trained(name: str) -> None:
-    """Its gradient is the stock model's."""
+    """A trainable mask gets the same gradient as in the stock model."""
     model = build(name)
     given = arguments(name, model, [LENGTH, LENGTH])
     given.pop("attention_mask", None)

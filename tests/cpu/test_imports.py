@@ -44,7 +44,8 @@ def run(program: str) -> list[str]:
 
 
 def test_without_triton() -> None:
-    """Forward and backward by default are blockwise, and right; whoever asks for the kernels is told what is missing."""
+    """Forward and backward default to blockwise and are right; asking for the kernels raises an error that names what is
+    missing."""
     program = f"""
 import sys
 sys.modules["triton"] = None
@@ -85,8 +86,8 @@ WHEN = {
 @pytest.mark.thorough
 @pytest.mark.parametrize("when", WHEN)
 def test_interpreter_asked_for(when: str) -> None:
-    """TRITON_INTERPRET counts as it was when triton and the kernels were loaded; else an explicit "triton" says what is wrong,
-    and the default is blockwise."""
+    """TRITON_INTERPRET counts as of the time when triton and the kernels were loaded; otherwise an explicit "triton" raises an
+    explanation, and the default is blockwise."""
     program, expected, before = WHEN[when]
     setting = f"import os\nos.environ['TRITON_INTERPRET'] = '{before}'\n" if before else ""
     *_, explicit, default = run(f"{setting}{program}\nsay()")
@@ -103,7 +104,7 @@ def test_interpreter_asked_for(when: str) -> None:
     ],
 )
 def test_triton_that_does_not_work(content: str, reason: str, tmp_path: Path) -> None:
-    """Damaged, of another kind, or old: only an explicit "triton" notices, and says what is wrong."""
+    """If triton is damaged, of another kind, or old, only an explicit "triton" raises, and says what is wrong."""
     (tmp_path / "triton").mkdir(parents=True)
     (tmp_path / "triton" / "__init__.py").write_text(content)
     program = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n{USE}\nsay('triton')\nsay()"
@@ -135,7 +136,7 @@ def call(dtype=torch.float16, width=16, generation=8, compiled=False, **argument
         print(warning.category.__name__, warning.message)
     print("--")
 '''
-"""A stand-in of a GPU, without memory. By default its calls run unchecked kernels, and say so."""
+"""A stand-in for a GPU, without memory. By default its calls run unchecked kernels and warn about that."""
 UNCHECKED = "RuntimeWarning the Triton kernels have not run on this kind of GPU"
 WIDEST = int(re.findall(r"\| up to (\d+) each", (ROOT / "docs" / "usage.md").read_text())[0])
 NOT_FOR_KERNELS = {
@@ -151,7 +152,7 @@ NOT_FOR_KERNELS = {
 @pytest.mark.parametrize("compiled", [False, True], ids=["not_compiled", "compiled"])
 @pytest.mark.parametrize("what", NOT_FOR_KERNELS)
 def test_a_gpu_that_gets_blockwise_is_told_why(what: str, compiled: bool) -> None:
-    """Once, also where torch.compile traces the call; not if blockwise was asked for."""
+    """The warning comes once, also when torch.compile traces the call, and not if blockwise was requested."""
     options, reason = NOT_FOR_KERNELS[what]
     program = f"{ON_A_GPU}\n{what if 'modules' in what else ''}\n"
     for implementation in ("'blockwise'", None, None):
@@ -165,8 +166,9 @@ def test_a_gpu_that_gets_blockwise_is_told_why(what: str, compiled: bool) -> Non
 @pytest.mark.thorough
 @pytest.mark.parametrize("compiled", [False, True], ids=["not_compiled", "compiled"])
 def test_a_gpu_gets_the_kernels(compiled: bool) -> None:
-    """Also without numpy, which only Triton's interpreter requires. Unchecked kernels warn once, by default; not if asked for."""
-    calls = "".join(f"call(implementation={each}, compiled={compiled})\n" for each in ("'triton'", None, None))
+    """Works without numpy, which only Triton's interpreter requires. Unchecked kernels warn once by default, and not if
+    requested."""
+    calls = "".join(f"call(implementation={choice}, compiled={compiled})\n" for choice in ("'triton'", None, None))
     asked, warning, *others = run(f"import sys\nsys.modules['numpy'] = None\n{ON_A_GPU}\n{calls}")
     assert asked == "--" and others == ["--", "--"] and warning.startswith(UNCHECKED)
 
@@ -185,7 +187,7 @@ NEWEST = re.findall(r"^triton==(\d+)\.(\d+)", (ROOT / "constraints-newest.txt").
     ],
 )
 def test_a_gpu_with_an_untested_triton_is_told(version: str, is_new: bool) -> None:
-    """Once in a process, and only where kernels are compiled: not for blockwise, nor on a CPU."""
+    """The warning comes once per process and only if kernels are compiled: not for blockwise, nor on a CPU."""
     program = f"""
 {ON_A_GPU}
 import triton
@@ -205,8 +207,8 @@ call(implementation="triton")
 
 @pytest.mark.thorough
 def test_importing_and_using_brings_no_optional_package() -> None:
-    """torch may import what it likes; the package adds nothing to that, and loads its kernels only when they are used."""
-    program = f"import sys, torch\nof_torch = set(sys.modules)\n{USE}\nsay()\nprint(*set(sys.modules) - of_torch)"
+    """Beyond what torch imports, the package imports no optional package, and it loads its kernels only on use."""
+    program = f"import sys, torch\nloaded_by_torch = set(sys.modules)\n{USE}\nsay()\nprint(*set(sys.modules) - loaded_by_torch)"
     added = run(program)[-1].split()
     assert not {name.partition(".")[0] for name in added} & {"triton", "matplotlib", "music21", "tqdm", "transformers"}
     assert "triton_relattn.functional" in added and "triton_relattn.kernels" not in added
@@ -217,12 +219,12 @@ def test_public_names() -> None:
     assert triton_relattn.__version__.count(".") == 2
 
 
-OF_OTHER_LIBRARIES = {"encoder", "speechbrain", "transformers"}
-"""What other libraries also call so."""
+FOREIGN_MODULES = {"encoder", "speechbrain", "transformers"}
+"""Modules of this package whose names other libraries use as well."""
 
 
 def names_in(source: str) -> set[str]:
-    """Every name that a module defines, also in its classes and functions."""
+    """Every name that a module defines, including those in its classes and functions."""
     names = set[str]()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
@@ -235,7 +237,7 @@ def names_in(source: str) -> set[str]:
 
 
 def prose(source: str) -> Iterator[tuple[int, str]]:
-    """The docstrings and comments of a module, with the lines where they begin."""
+    """The docstrings and comments of a module, with their first lines."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.lineno, node.value.value
@@ -261,6 +263,6 @@ def test_docstrings_and_comments_name_what_exists() -> None:
                     wrong.append(f"{path.relative_to(ROOT)}:{line}: {name}")
             for module, name in re.findall(r"(?<![\w./])(?:triton_relattn\.)?(\w+)\.(\w+)", text):
                 names = defined.get(module, {name})
-                if name not in names | {"py"} and "__getattr__" not in names and module not in OF_OTHER_LIBRARIES:
+                if name not in names | {"py"} and "__getattr__" not in names and module not in FOREIGN_MODULES:
                     wrong.append(f"{path.relative_to(ROOT)}:{line}: {module}.{name}")
     assert not wrong, "\n".join(wrong)

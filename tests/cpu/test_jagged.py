@@ -16,13 +16,13 @@ from triton_relattn import RelativePositions, fused_relative_attention
 def jagged(width: int, seed: int, lengths: tuple[int, ...] = (5, 9, 1)) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """A nested tensor (B, H, N, D), and its sequences (H, N, D), as leaves."""
     generator = torch.Generator().manual_seed(seed)
-    parts = [torch.randn(each, 2, width, generator=generator, dtype=torch.float64).requires_grad_() for each in lengths]
+    parts = [torch.randn(length, 2, width, generator=generator, dtype=torch.float64).requires_grad_() for length in lengths]
     return torch.nested.as_nested_tensor(parts, layout=torch.jagged).transpose(1, 2), parts
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_nested_sequences_are_computed_one_by_one(causal: bool) -> None:
-    """out, lse and all gradients."""
+    """out, lse and all gradients equal those of separate calls."""
     table = torch.randn(9, 8, dtype=torch.float64, requires_grad=True)
     (query, queries), (key, keys), (value, values) = jagged(8, 1), jagged(8, 2), jagged(6, 3)
     leaves, options = [*queries, *keys, *values, table], {"is_causal": causal, "positions": RelativePositions(-4, 4)}
@@ -31,16 +31,17 @@ def test_nested_sequences_are_computed_one_by_one(causal: bool) -> None:
     loss = torch.cat([sequence.flatten() for sequence in out.transpose(1, 2).unbind()]).square().sum()
     expected_loss = torch.zeros((), dtype=torch.float64)
     for number, parts in enumerate(zip(queries, keys, values, strict=True)):
-        expected, expected_lse = attend(*(each.transpose(0, 1)[None] for each in parts), table, **options)
+        expected, expected_lse = attend(*(sequence.transpose(0, 1)[None] for sequence in parts), table, **options)
         assert_near("out", out.transpose(1, 2).unbind()[number], expected[0].transpose(0, 1))
         assert_near("lse", lse.transpose(1, 2).unbind()[number], expected_lse[0].T)
         expected_loss = expected_loss + expected.square().sum()
-    for found, exact in zip(*(torch.autograd.grad(each, leaves) for each in (loss, expected_loss)), strict=True):
+    for found, exact in zip(*(torch.autograd.grad(total, leaves) for total in (loss, expected_loss)), strict=True):
         assert_near("gradient", found, exact)
 
 
 def test_nested_tensors_that_are_refused() -> None:
-    """Some that are not nested, lengths that differ by tensor, and holes between sequences: rows of others would be taken."""
+    """Inputs that are not all nested, lengths that differ between tensors, and gaps between sequences, which would read other
+    rows."""
     (query, _), (other, _), (same, _) = jagged(8, 1), jagged(8, 2, (9, 5, 1)), jagged(8, 3)
     table, plain = torch.randn(9, 8, dtype=torch.float64), torch.randn(3, 2, 9, 8, dtype=torch.float64)
     fused_relative_attention(query, query, same, table, rel_query=same)

@@ -27,10 +27,10 @@ def work(length: int = 300, **others: Any) -> measure.Work:
 
 
 def test_measure(capsys: pytest.CaptureFixture[str]) -> None:
-    """Time and memory of both, and how far their outputs are apart: more than nothing, less than 1e-5."""
+    """Prints time and memory of both, and the difference of their outputs: nonzero, below 1e-5."""
     assert main(["measure", "--model", MODEL, "--inputs", INPUTS, "--length", "1500", "--seconds", "0", "--backward"]) == 0
     printed = capsys.readouterr().out
-    [stock, ours] = [float(each.replace(",", "")) for each in re.findall(r" s +([\d,]+) MiB", printed)]
+    [stock, ours] = [float(number.replace(",", "")) for number in re.findall(r" s +([\d,]+) MiB", printed)]
     assert ours < stock / 2, printed
     difference = re.search(r"largest relative difference of the outputs: (\S+)", printed)
     assert difference is not None and 0 < float(difference[1]) < 1e-5, printed
@@ -45,13 +45,13 @@ def test_a_short_input_measures_nothing_of_ours(capsys: pytest.CaptureFixture[st
 
 
 def test_a_model_that_is_not_there() -> None:
-    """One line, before any process starts."""
+    """A missing model gives a one-line error before any process starts."""
     with pytest.raises(SystemExit, match=r"nothing:model: No module named 'nothing'; expected package\.module:function"):
         main(["measure", "--model", "nothing:model"])
 
 
 def test_a_stock_model_without_memory(tmp_path: Path) -> None:
-    """Its scores alone are 3.2 GB; the process ends with a line, and ours is measured all the same."""
+    """The stock scores alone need 3.2 GB; that process ends with one line, and ours is still measured."""
     file = tmp_path / "outputs.pt"
     file.touch()
     given = (str(file), 2 << 30)
@@ -84,7 +84,7 @@ def test_what_cannot_be_measured(change: dict[str, Any], said: str, tmp_path: Pa
 )
 def test_inputs_of_transformers(name: str, sizes: dict[str, int], shape: tuple[int, ...]) -> None:
     model = SimpleNamespace(main_input_name=name, config=SimpleNamespace(**sizes))
-    assert {each: tensor.shape for each, tensor in measure.example_inputs(model, 5, 2).items()} == {name: shape}
+    assert {argument: tensor.shape for argument, tensor in measure.example_inputs(model, 5, 2).items()} == {name: shape}
     model.config.is_encoder_decoder = True
     assert ("decoder_input_ids" in measure.example_inputs(model, 5, 2)) == (name == "input_ids")
 

@@ -38,8 +38,8 @@ def train(example: Any, out: Path, *options: str) -> int:
 def test_trains_is_interrupted_and_resumed(
     example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It leaves curve, figure, results, checkpoint and two pieces in four parts. After Ctrl-C in the third step, between two
-    checkpoints, it goes on to the same losses, weights and music, bit for bit."""
+    """A run writes the curve, figure, results, checkpoint and two pieces in four parts. After Ctrl-C in the third step, between
+    checkpoints, it resumes to the same losses, weights and music, bit for bit."""
     from music21 import converter
 
     whole, halves = tmp_path / "whole", tmp_path / "halves"
@@ -86,7 +86,7 @@ def test_trains_is_interrupted_and_resumed(
 
 
 def test_the_fused_operator_trains_as_the_dense_one(example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses of every step, with dropout, at the length of training and at twice that; they fall by a third in 300 steps."""
+    """Losses match in every step, with dropout, at the training length and twice that; they fall by a third in 300 steps."""
     monkeypatch.setattr(example.report, "draw_curve", lambda *_: None)
     split = example.chorales.split(example.chorales.load(SMALL["chorales"]))
     losses = []
@@ -103,7 +103,8 @@ def test_the_fused_operator_trains_as_the_dense_one(example: Any, tmp_path: Path
 @pytest.mark.parametrize("attention", ["relative", "absolute", "none"])
 @torch.no_grad()
 def test_what_a_logit_depends_on(example: Any, attention: str) -> None:
-    """Not on the future, also past the training length; on the order of what went before if attention knows of position."""
+    """A logit does not depend on the future, also beyond the training length; it depends on the order of the past if attention
+    uses positions."""
     torch.manual_seed(0)
     model = example.MusicTransformer(example.Settings(attention=attention, **(SMALL | {"layers": 1}))).eval()
     tokens = torch.randint(0, VOCABULARY, (2, 64))

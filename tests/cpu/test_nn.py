@@ -39,7 +39,7 @@ def inputs(batch: int = 2, length: int = LENGTH) -> torch.Tensor:
 
 
 def by_hand(attention: RelativeMultiheadAttention, kind: str, x: torch.Tensor, is_causal: bool, scale: float) -> torch.Tensor:
-    """The output of self-attention from dense tensors: every score and every vector written out."""
+    """The output of self-attention from dense tensors, with all scores and vectors written out."""
     batch, length, _ = x.shape
     q, k, v = (
         linear(x).view(batch, length, HEADS, -1).transpose(1, 2)
@@ -56,7 +56,7 @@ def by_hand(attention: RelativeMultiheadAttention, kind: str, x: torch.Tensor, i
         logits = logits + scale * torch.einsum("bhid,hijd->bhij", q, key_table[:, row])
     elif kind in ("music_transformer", "general"):
         key_table = state["encoding.rel_key.weight"].expand(HEADS, -1, -1)
-        row = (r + LENGTH - 1).clamp(max=2 * LENGTH - 2 if kind == "general" else LENGTH - 1)  # the future of the other is hidden
+        row = (r + LENGTH - 1).clamp(max=2 * LENGTH - 2 if kind == "general" else LENGTH - 1)  # else the future is hidden
         logits = logits + scale * torch.einsum("bhid,hijd->bhij", q, key_table[:, row])
     elif kind == "transformer_xl":
         sinusoids = tables.sinusoids(1 - length, length - 1, WIDTH, dtype=torch.float64)
@@ -79,8 +79,8 @@ def by_hand(attention: RelativeMultiheadAttention, kind: str, x: torch.Tensor, i
 @pytest.mark.parametrize("scale", [None, 0.7])
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_the_formula(kind: str, scale: float | None) -> None:
-    """Output and the gradients of all parameters and of the input, against dense attention written out. (A Music Transformer's
-    table has no future; T5 does not scale.)"""
+    """The output and gradients of all parameters and the input match dense attention written out. (A Music Transformer's table
+    has no future; T5 does not scale.)"""
     is_causal = kind.startswith("music") or scale is not None
     attention, x = module(kind, **({} if scale is None else {"scale": scale})), inputs().requires_grad_()
     scale = scale or (1.0 if kind == "t5" else (WIDTH // HEADS) ** -0.5)
@@ -92,13 +92,13 @@ def test_equals_the_formula(kind: str, scale: float | None) -> None:
     parameters = dict(attention.named_parameters())
     ours, theirs = (torch.autograd.grad(result, (x, *parameters.values()), d_out) for result in (output, expected))
     for name, actual, exact in zip(("x", *parameters), ours, theirs, strict=True):
-        if name != "k_proj.bias":  # without a table of values it cancels
+        if name != "k_proj.bias":  # cancels without a table of values
             assert_same(name, actual, exact)
 
 
 def masks(num_queries: int, num_keys: int) -> dict[str, dict[str, torch.Tensor]]:
-    """Masks of torch.nn.MultiheadAttention, whose True hides; every query sees key 0. The lowest number, which is finite, hides
-    nothing from a query all of whose keys have it."""
+    """Masks for torch.nn.MultiheadAttention, where True hides; every query sees key 0. The lowest finite number hides nothing
+    from a query if all of its keys have it."""
     generator = torch.Generator().manual_seed(2)
     attn = torch.rand(num_queries, num_keys, generator=generator) < 0.3
     by_head = torch.rand(2 * HEADS, num_queries, num_keys, generator=generator) < 0.3
@@ -121,8 +121,8 @@ def masks(num_queries: int, num_keys: int) -> dict[str, dict[str, torch.Tensor]]
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("mask", masks(1, 4))
 def test_in_place_of_multihead_attention(mask: str, batch_first: bool) -> None:
-    """Without an encoding, with torch's state: torch's output, self and cross, with its masks, also of other widths of the key
-    and the value."""
+    """Without an encoding and with torch's state: torch's output for self- and cross-attention, masks, and other key and value
+    widths."""
     for options in ({}, {"kdim": 10, "vdim": 14}):
         torch.manual_seed(0)
         stock = nn.MultiheadAttention(WIDTH, HEADS, batch_first=batch_first, dtype=torch.float64, **options)  # type: ignore[arg-type]
@@ -147,7 +147,7 @@ def test_a_single_sequence() -> None:
 
 @pytest.mark.parametrize("training", [False, True])
 def test_in_an_encoder_layer(training: bool) -> None:
-    """torch's TransformerEncoderLayer has a fast path that takes the weights and computes plain attention: not with this one."""
+    """TransformerEncoderLayer's fast path, which computes plain attention from the weights, is not used with this module."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 32, dropout=0.0, batch_first=True, dtype=torch.float64)
     layer.self_attn = module("shaw")  # type: ignore[assignment]
@@ -165,7 +165,8 @@ def test_in_an_encoder_layer(training: bool) -> None:
 
 
 def test_key_value_cache_and_lengths() -> None:
-    """query_offset: the last queries alone give what they gave among all; key_lengths: what is beyond does not matter."""
+    """query_offset: the last queries alone give the same output as among all queries; key_lengths: keys beyond them do not
+    matter."""
     attention, x = module("transformer_xl"), inputs()
     whole = attention(x, x, x, is_causal=True)[0]
     last = attention(x[:, -2:], x, x, is_causal=True, query_offset=LENGTH - 2)[0]
@@ -175,7 +176,8 @@ def test_key_value_cache_and_lengths() -> None:
 
 
 def test_a_step_without_its_position() -> None:
-    """It is warned of, unless an offset is given, be it 0: its query stands at the first key and sees no other."""
+    """A single query without query_offset warns, because it is placed at the first key and sees no other; query_offset=0 does
+    not."""
     attention, x = module("shaw"), inputs()
     forget_warnings()
     with warnings.catch_warnings():
@@ -197,7 +199,7 @@ def test_shared_key_heads() -> None:
 
 
 def test_dropouts() -> None:
-    """Both dropouts, of the probabilities and of the output, act in training only."""
+    """Dropout of the probabilities and of the output is active only in training."""
     x = inputs()
     for options in ({"dropout": 0.5}, {"output_dropout": 0.5}):
         attention = module("shaw", **options)
@@ -214,8 +216,8 @@ def test_dropouts() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_state(kind: str) -> None:
-    """A state_dict has all that a module needs, whether that was initialised or not, and reset_parameters leaves nothing out:
-    buffers of a module that is made without memory included."""
+    """A state_dict restores a module whether it was initialised or not; reset_parameters sets everything, including buffers of a
+    module created on the meta device."""
     attention, loaded, reset, x = module(kind), *(module(kind, device="meta").to_empty(device="cpu") for _ in range(2)), inputs()
     for tensor in (*loaded.buffers(), *loaded.parameters(), *reset.parameters(), *reset.buffers()):
         nn.init.constant_(tensor, 77)
@@ -236,7 +238,7 @@ def test_state(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_dtypes(kind: str) -> None:
-    """Modules are built in the dtype asked for; under autocast float32 parameters serve."""
+    """Modules are built in the requested dtype; under autocast, float32 parameters work."""
     attention, x = module(kind, dtype=torch.float32), inputs().float()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output = attention(x, x, x, is_causal=True)[0]
@@ -282,7 +284,7 @@ def test_refuses() -> None:
 
 
 def test_table_initialisation() -> None:
-    """Glorot-uniform: +-sqrt(6 / (R + D)), each head by itself; biases 0."""
+    """Glorot-uniform per head, +-sqrt(6 / (R + D)), and zero biases."""
     torch.manual_seed(0)
     table = RelativePositionTable(RelativePositions(-20, 20), 16, num_heads=3)
     bound = (6 / (41 + 16)) ** 0.5
@@ -298,7 +300,7 @@ def test_table_initialisation() -> None:
 @pytest.mark.parametrize("num_heads", [None, 2])
 @pytest.mark.parametrize("width", [None, 3])
 def test_resizing(width: int | None, num_heads: int | None) -> None:
-    """Interpolated: the ends and r = 0 keep their vectors. Extended: every distance keeps its own."""
+    """Interpolation keeps the vectors of the ends and of r = 0; extension keeps the vector of every distance."""
     table = RelativePositionTable(RelativePositions(-4, 2), width, num_heads)
     nn.init.normal_(table.weight)
     dim = 1 if num_heads else 0
@@ -324,7 +326,7 @@ def test_resizing(width: int | None, num_heads: int | None) -> None:
 
 
 def test_attention_without_projections() -> None:
-    """The module is the functional with its encoding."""
+    """The module equals the functional with its encoding."""
     table = RelativePositionTable(RelativePositions.centred(9), 8, dtype=torch.float64)
     attention = RelativeAttention(encodings.TableEncoding(table), softcap=5.0, window_size=(6, -1))
     q, k, v = (torch.randn(2, 3, LENGTH, 8, dtype=torch.float64) for _ in range(3))
@@ -337,7 +339,7 @@ def test_attention_without_projections() -> None:
 
 
 class Adapter(nn.Module):
-    """As LoRA wraps a projection: it shows the weight below, and adds to it."""
+    """Like LoRA's wrapper of a projection: it exposes the base weight and adds a correction to the output."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -354,7 +356,7 @@ class Adapter(nn.Module):
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("change", ["adapter", "torch.ao"])
 def test_a_projection_of_another_kind(change: str) -> None:
-    """Whatever linear_pos is, and whatever its weight, it is called with the sinusoids, in the dtype of the other parameters."""
+    """linear_pos may be any module with any weight: it is called with the sinusoids in the dtype of the other parameters."""
     attention: Any = module("transformer_xl").float()
     x = inputs().float()
     if change == "torch.ao":
@@ -374,7 +376,7 @@ def test_a_projection_of_another_kind(change: str) -> None:
 
 
 def test_alibi_in_16_bits() -> None:
-    """Slopes that are not learned stay exact when the model becomes bfloat16: biases of far keys differ from one another."""
+    """Fixed slopes stay exact when the model becomes bfloat16, so that biases of distant keys still differ."""
     attention = RelativeMultiheadAttention.alibi(16, 8, batch_first=True).to(torch.bfloat16)
     query = torch.zeros(1, 8, 1, 2, dtype=torch.bfloat16)
     _, terms = attention.attention.encoding(query, 2048, 2047)  # type: ignore[misc]
@@ -383,7 +385,7 @@ def test_alibi_in_16_bits() -> None:
 
 @pytest.mark.parametrize("kind", ["alibi", "transformer_xl"])
 def test_nothing_to_see(kind: str) -> None:
-    """No queries, or no keys."""
+    """Calls without queries or without keys."""
     attention, x = module(kind), inputs()
     assert attention(x[:, :0], x, x)[0].shape == (2, 0, WIDTH)
     assert torch.equal(attention(x, x[:, :0], x[:, :0])[0], attention.out_proj(torch.zeros_like(x)))

@@ -13,7 +13,7 @@ NOTEBOOK = Path(__file__).parents[2] / "examples" / "quickstart.ipynb"
 
 
 def test_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its cells in order, without its % commands. They assert themselves that results are the stock model's."""
+    """The cells run in order, without % commands. They assert that results match the stock model's."""
     pytest.importorskip("matplotlib")
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)

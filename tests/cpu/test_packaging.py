@@ -27,7 +27,7 @@ build_meta.build_wheel(folder)
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with both, built of a copy: setuptools leaves a build folder behind and would package an old one's files."""
+    """The folder with both, built from a copy: setuptools leaves a build folder behind whose old files it would package."""
     pytest.importorskip("setuptools", minversion="77")
     folder = tmp_path_factory.mktemp("dist")
     copy = folder / "copy"
@@ -37,31 +37,31 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def of_package() -> set[str]:
-    """All of the package but its pages."""
+def package_files() -> set[str]:
+    """All files of the package except its Markdown pages."""
     files = (path for path in (ROOT / "triton_relattn").rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     return {path.relative_to(ROOT).as_posix() for path in files if path.suffix != ".md"}
 
 
 def test_wheel(built: Path) -> None:
-    """All of the package, its marker for types, its data and the license; no tests, benchmarks or examples."""
+    """The package with its type marker, data and license, without tests, benchmarks and examples."""
     info = f"triton_relattn-{VERSION}.dist-info"
     with zipfile.ZipFile(built / f"triton_relattn-{VERSION}-py3-none-any.whl") as wheel:
         names = set(wheel.namelist())
         metadata = Parser().parsestr(wheel.read(f"{info}/METADATA").decode())
-    assert {name for name in names if not name.startswith(info)} == of_package() and "triton_relattn/py.typed" in names
+    assert {name for name in names if not name.startswith(info)} == package_files() and "triton_relattn/py.typed" in names
     assert f"{info}/licenses/LICENSE" in names and metadata["License-Expression"] == "Apache-2.0"
-    required = [each for each in metadata.get_all("Requires-Dist") or () if "extra ==" not in each]
+    required = [requirement for requirement in metadata.get_all("Requires-Dist") or () if "extra ==" not in requirement]
     assert required == ["torch>=2.11"], "torch brings the triton that it needs; another would be written over that"
     assert str(metadata.get_payload()).startswith((ROOT / "PACKAGE.md").read_text()[:200])
 
 
 def test_source_distribution(built: Path) -> None:
-    """What the wheel is built from, its tests and documentation, and nothing that is made."""
+    """The sources of the wheel, tests and documentation, without generated files."""
     with tarfile.open(built / f"triton_relattn-{VERSION}.tar.gz") as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     top = ("pyproject.toml", "PACKAGE.md", "README.md", "LICENSE", "NOTICE", "Makefile")
-    assert of_package() | {*top, "tests/conftest.py", "bench/models.py"} <= names
+    assert package_files() | {*top, "tests/conftest.py", "bench/models.py"} <= names
     assert not [name for name in names if name.startswith(("out/", ".")) or "__pycache__" in name or name.endswith(".pyc")]
 
 

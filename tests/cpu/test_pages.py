@@ -39,17 +39,17 @@ def test_the_table_of_long_audio() -> None:
 @pytest.mark.parametrize("ours", [False, True])
 def test_the_longest_audio_fits(way: str, ours: bool) -> None:
     count, per_parameter = longest.WAYS[way]
-    for of in ENCODERS:
-        frames = round(longest.longest(of, way, ours, 40) / of.factor / longest.HOP)
-        room = 40 * longest.GIBIBYTE - per_parameter * of.parameters
-        assert count(of, frames, ours) <= room < count(of, frames + 1, ours)
+    for encoder in ENCODERS:
+        frames = round(longest.longest(encoder, way, ours, 40) / encoder.factor / longest.HOP)
+        room = 40 * longest.GIBIBYTE - per_parameter * encoder.parameters
+        assert count(encoder, frames, ours) <= room < count(encoder, frames + 1, ours)
 
 
-def parakeet(of: Encoder, ours: bool, checkpointing: bool = False) -> nn.Module:
-    """An encoder of transformers without dropout; with it, only SDPA's kernel for GPUs keeps no mask."""
+def parakeet(encoder: Encoder, ours: bool, checkpointing: bool = False) -> nn.Module:
+    """A Parakeet encoder from transformers, without dropout, which would keep a mask except in SDPA's GPU kernel."""
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": of.width, "num_hidden_layers": of.layers, "num_attention_heads": of.heads}
-    sizes |= {"intermediate_size": 4 * of.width, "subsampling_conv_channels": of.channels}
+    sizes = {"hidden_size": encoder.width, "num_hidden_layers": encoder.layers, "num_attention_heads": encoder.heads}
+    sizes |= {"intermediate_size": 4 * encoder.width, "subsampling_conv_channels": encoder.channels}
     dropout = dict.fromkeys(("dropout", "dropout_positions", "attention_dropout", "activation_dropout", "layerdrop"), 0.0)
     model: nn.Module = transformers.ParakeetEncoder(transformers.ParakeetEncoderConfig(**sizes, **dropout))
     if ours:
@@ -60,7 +60,7 @@ def parakeet(of: Encoder, ours: bool, checkpointing: bool = False) -> nn.Module:
 
 
 def allocated(model: nn.Module, given: dict[str, torch.Tensor], train: bool) -> int:
-    """The bytes of tensors at their peak."""
+    """Peak bytes of the tensors."""
     model.train(train)
     with _Counter() as counter, torch.set_grad_enabled(train):
         out: Any = model(**given)
@@ -73,71 +73,82 @@ def allocated(model: nn.Module, given: dict[str, torch.Tensor], train: bool) -> 
 @pytest.mark.parametrize("ours", [False, True], ids=["stock", "enabled"])
 @pytest.mark.parametrize("way", ["inference", "training", "checkpointed"])
 def test_tensors_of_transformers(way: str, ours: bool) -> None:
-    """The formulas are within 5 % of what is allocated; without memory, on the device meta."""
-    of = replace(ENCODERS[-1], **SMALL)
-    model = parakeet(of, ours, way == "checkpointed").to("meta")
-    given = {"input_features": torch.empty(1, of.factor * FRAMES, longest.MEL, device="meta")}
-    expected = longest.forward(of, FRAMES, ours)
+    """The formulas are within 5 % of the allocated bytes, counted on the meta device."""
+    encoder = replace(ENCODERS[-1], **SMALL)
+    model = parakeet(encoder, ours, way == "checkpointed").to("meta")
+    given = {"input_features": torch.empty(1, encoder.factor * FRAMES, longest.MEL, device="meta")}
+    expected = longest.forward(encoder, FRAMES, ours)
     if way != "inference":
-        expected = longest.training(of, FRAMES, ours, way == "checkpointed", mask=0, gpu=False)
+        expected = longest.training(encoder, FRAMES, ours, way == "checkpointed", mask=0, gpu=False)
     assert allocated(model, given, way != "inference") == pytest.approx(expected, rel=NEAR)
 
 
 @pytest.mark.parametrize("ours", [False, True], ids=["stock", "enabled"])
 def test_tensors_in_bfloat16(ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SDPA's kernels for GPUs allocate no pairs; the one for the device meta does so, in float32."""
-    of = replace(ENCODERS[-1], **SMALL)
-    model = parakeet(of, ours).to("meta", torch.bfloat16)
+    """SDPA's GPU kernels allocate nothing per pair; the meta device's version does, in float32."""
+    encoder = replace(ENCODERS[-1], **SMALL)
+    model = parakeet(encoder, ours).to("meta", torch.bfloat16)
     monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", lambda query, *_, **__: torch.empty_like(query))
-    given = {"input_features": torch.empty(1, of.factor * FRAMES, longest.MEL, device="meta", dtype=torch.bfloat16)}
+    given = {"input_features": torch.empty(1, encoder.factor * FRAMES, longest.MEL, device="meta", dtype=torch.bfloat16)}
     count, _ = longest.WAYS["inference in bfloat16"]
-    assert allocated(model, given, False) == pytest.approx(count(of, FRAMES, ours), rel=NEAR)
+    assert allocated(model, given, False) == pytest.approx(count(encoder, FRAMES, ours), rel=NEAR)
 
 
 def test_tensors_of_transformers_on_a_cpu() -> None:
-    of = replace(ENCODERS[-1], **SMALL | {"width": 32})
-    given = {"input_features": torch.randn(1, of.factor * 512, longest.MEL)}
-    assert allocated(parakeet(of, False), given, False) == pytest.approx(longest.forward(of, 512, False), rel=NEAR)
+    encoder = replace(ENCODERS[-1], **SMALL | {"width": 32})
+    given = {"input_features": torch.randn(1, encoder.factor * 512, longest.MEL)}
+    assert allocated(parakeet(encoder, False), given, False) == pytest.approx(longest.forward(encoder, 512, False), rel=NEAR)
 
 
-NEMO = [of for of in ENCODERS if of.pairs is EAGER]
+NEMO = [encoder for encoder in ENCODERS if encoder.pairs is EAGER]
 needs_nemo = pytest.mark.skipif(not is_installed("nemo"), reason="not installed: make test-libraries")
 
 
-def conformer(of: Encoder, ours: bool, dropout: float, dtype: torch.dtype) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """One of NeMo on the device meta, and its input."""
+def conformer(encoder: Encoder, ours: bool, dropout: float, dtype: torch.dtype) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A Conformer from NeMo on the meta device, and its input."""
     from tests.libraries.models import nemo
 
-    sizes: dict[str, Any] = {"feat_in": longest.MEL, "n_layers": of.layers, "d_model": of.width, "n_heads": of.heads}
-    front: dict[str, Any] = {"subsampling": "striding" if of.factor == 4 else "dw_striding", "subsampling_factor": of.factor}
-    model = nemo(**sizes, **front, subsampling_conv_channels=of.channels, dropout=dropout, dropout_att=dropout)
+    sizes: dict[str, Any] = {
+        "feat_in": longest.MEL,
+        "n_layers": encoder.layers,
+        "d_model": encoder.width,
+        "n_heads": encoder.heads,
+    }
+    front: dict[str, Any] = {
+        "subsampling": "striding" if encoder.factor == 4 else "dw_striding",
+        "subsampling_factor": encoder.factor,
+    }
+    model = nemo(**sizes, **front, subsampling_conv_channels=encoder.channels, dropout=dropout, dropout_att=dropout)
     if ours:
         assert enable(model)
-    mel = of.factor * FRAMES
+    mel = encoder.factor * FRAMES
     given = {"audio_signal": torch.empty(1, longest.MEL, mel, device="meta", dtype=dtype)}
     return model.to("meta", dtype), given | {"length": torch.tensor([mel], device="meta")}
 
 
 @needs_nemo
-@pytest.mark.parametrize("of", NEMO, ids=lambda of: of.name)
+@pytest.mark.parametrize("encoder", NEMO, ids=lambda encoder: encoder.name)
 @pytest.mark.parametrize("ours", [False, True], ids=["stock", "enabled"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_tensors_of_nemo(of: Encoder, ours: bool, dropout: float) -> None:
-    """The same; there a dropout mask has 4 bytes per element, and the sinusoids are those of the longest call up to then."""
-    of = replace(of, **SMALL)
-    model, given = conformer(of, ours, dropout, torch.float32)
-    assert allocated(model, given, False) == pytest.approx(longest.forward(of, FRAMES, ours), rel=NEAR)
-    expected = longest.training(replace(of, positions=2), FRAMES, ours, mask=4 if dropout else 0, gpu=False)
+def test_tensors_of_nemo(encoder: Encoder, ours: bool, dropout: float) -> None:
+    """The formulas also hold for NeMo, where a dropout mask has 4 bytes per element and sinusoids cover the longest call so
+    far."""
+    encoder = replace(encoder, **SMALL)
+    model, given = conformer(encoder, ours, dropout, torch.float32)
+    assert allocated(model, given, False) == pytest.approx(longest.forward(encoder, FRAMES, ours), rel=NEAR)
+    expected = longest.training(replace(encoder, positions=2), FRAMES, ours, mask=4 if dropout else 0, gpu=False)
     assert allocated(model, given, True) == pytest.approx(expected, rel=NEAR)
 
 
 @needs_nemo
-@pytest.mark.parametrize("of", NEMO, ids=lambda of: of.name)
+@pytest.mark.parametrize("encoder", NEMO, ids=lambda encoder: encoder.name)
 @pytest.mark.parametrize("ours", [False, True], ids=["stock", "enabled"])
-def test_tensors_of_nemo_in_bfloat16(of: Encoder, ours: bool) -> None:
-    of = replace(of, **SMALL)
+def test_tensors_of_nemo_in_bfloat16(encoder: Encoder, ours: bool) -> None:
+    encoder = replace(encoder, **SMALL)
     count, _ = longest.WAYS["inference in bfloat16"]
-    assert allocated(*conformer(of, ours, 0.0, torch.bfloat16), False) == pytest.approx(count(of, FRAMES, ours), rel=NEAR)
+    assert allocated(*conformer(encoder, ours, 0.0, torch.bfloat16), False) == pytest.approx(
+        count(encoder, FRAMES, ours), rel=NEAR
+    )
 
 
 def test_the_measured_hour() -> None:
@@ -160,13 +171,13 @@ def test_answers_are_short_and_linked() -> None:
 
 
 def bibliography() -> dict[str, dict[str, str]]:
-    """Key -> fields of the entries of docs/cite.md."""
+    """The entries of docs/cite.md: key -> fields."""
     found = re.findall(r"^@\w+\{(\w+),\n(.*?)^\}", page("cite.md"), re.DOTALL | re.MULTILINE)
     return {key: dict(re.findall(r"(\w+)\s*=\s*\{(.*?)\},?\n(?=\s+\w+\s*=|\Z)", fields, re.DOTALL)) for key, fields in found}
 
 
 def plain(text: str) -> str:
-    """Without the braces that keep capitals, and on one line."""
+    """Text without the braces that protect capitals, on one line."""
     return " ".join(text.replace("{", "").replace("}", "").split())
 
 
@@ -180,16 +191,16 @@ def test_the_citation_has_the_papers() -> None:
     assert plain(software["title"]) == citation["title"] and software["version"] == citation["version"]
     assert software["year"] == str(citation["date-released"])[:4]
     assert plain(software["author"]) == citation["authors"][0]["name"]
-    of_page = {(plain(each["title"]), int(each["year"]), each.get("eprint")) for each in entries.values()}
-    of_file = {
-        (each["title"], each["year"], each.get("url", "").partition("arxiv.org/abs/")[2] or None)
-        for each in citation["references"]
+    page_entries = {(plain(entry["title"]), int(entry["year"]), entry.get("eprint")) for entry in entries.values()}
+    file_entries = {
+        (reference["title"], reference["year"], reference.get("url", "").partition("arxiv.org/abs/")[2] or None)
+        for reference in citation["references"]
     }
-    assert of_page == of_file and len(of_page) == len(entries) == len(citation["references"])
+    assert page_entries == file_entries and len(page_entries) == len(entries) == len(citation["references"])
 
 
 def test_every_term_has_a_paper() -> None:
-    """Every row of the table in docs/models.md is in that of docs/cite.md, whose keys exist."""
+    """Every row of the table in docs/models.md is in the table of docs/cite.md, and its citation keys exist."""
     models = page("models.md").split("\n| model |")[1].split("\n\n")[0]
     rows = [
         line.strip("| ").split(" | ")

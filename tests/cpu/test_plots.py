@@ -31,14 +31,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_terms_and_figures(name: str, tmp_path: Path) -> None:
-    """Probabilities are the softmax of the sum of both terms where visible, also under autocast; their product with the values
-    is out, and the figures show them."""
+    """Probabilities are the softmax of the sum of both terms where visible, also under autocast; probabilities times values equal
+    out, and the figures show these numbers."""
     shapes, arguments = CASES[name]
     inputs = make_inputs(2, 4, 10, 12, 8, **{"num_rows": None, "dtype": torch.float64, "seed": 0, **shapes})
     arguments = {**arguments, **inputs.terms()}
     given = (inputs.query.requires_grad_(), inputs.key, inputs.rel_key)
     with torch.autocast("cpu", torch.bfloat16):
-        content, position, probs = (each.detach() for each in plots.attention_terms(*given, **arguments))
+        content, position, probs = (tensor.detach() for tensor in plots.attention_terms(*given, **arguments))
     assert content.shape == position.shape == probs.shape == (2, 4, 10, 12) and bool(position.any()) == (name != "plain")
     visible = probs > 0
     sees = visible.any(-1, keepdim=True)
@@ -62,7 +62,7 @@ def test_terms_and_figures(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("offset", [None, 2, torch.tensor([1, -2])])
 def test_means_by_distance(offset: Any) -> None:
-    """The lines of heads and of their mean, by explicit loops."""
+    """The lines per head and of their mean match explicit loops."""
     query, key = make_inputs(2, 3, 4, 6, 8, num_rows=None, dtype=torch.float64, seed=0)[:2]
     *_, probs = plots.attention_terms(query, key, query_offset=offset)
     found: dict[int, list[torch.Tensor]] = {}
@@ -80,7 +80,7 @@ def test_means_by_distance(offset: Any) -> None:
 
 @pytest.mark.thorough
 def test_refuses() -> None:
-    """Calls that are too long to be drawn, and a machine without matplotlib."""
+    """Refuses calls that are too long to draw, and machines without matplotlib."""
     long = torch.zeros(1, 1, 5000, 1)
     with pytest.raises(ValueError, match="limited to 4096 x 4096 pairs, got 5000 x 5000"):
         plots.attention_maps(long, long)

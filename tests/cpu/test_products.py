@@ -22,7 +22,7 @@ on_onednn = pytest.mark.skipif(not products.has_linear(), reason="this build of 
 
 @pytest.mark.parametrize("choice", ["torch", pytest.param("onednn", marks=on_onednn)])
 def test_the_variable_chooses(choice: str) -> None:
-    """The environment that a user is asked for says what was chosen."""
+    """The environment variable that users are asked to report shows the choice."""
     environment = {**os.environ, VARIABLE: choice}
     command = [sys.executable, "-m", "triton_relattn"]
     process = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -37,7 +37,7 @@ def test_another_choice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its name is private: a torch that lacks it multiplies by torch.mm, unless the variable asks for it."""
+    """The oneDNN operator is private: if torch lacks it, torch.mm is used, and setting the variable raises an error."""
 
     def absent(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute '_linear_pointwise'")
@@ -52,7 +52,7 @@ def test_without_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @on_onednn
 def test_the_probe_asks_for_speed_and_for_digits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where new tensors are float64, or on another device, by default."""
+    """The probe works, too, if the default dtype is float64 or the default device is another one."""
     monkeypatch.setattr(products, "FASTER", 1e9)
     assert not products.is_faster()
     monkeypatch.setattr(products, "FASTER", 0.0)
@@ -68,7 +68,7 @@ def test_the_probe_asks_for_speed_and_for_digits(monkeypatch: pytest.MonkeyPatch
 
 
 def test_only_long_float32_calls_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The probe takes milliseconds, and oneDNN has no float64."""
+    """The probe takes milliseconds, and oneDNN does not support float64, so only long float32 calls run it."""
     asked = 0
 
     def choice() -> bool:
@@ -95,7 +95,7 @@ CALLS: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("step", [8, 64])
 @pytest.mark.parametrize("case", CALLS)
 def test_onednn(case: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It obeys the error rule, and repeats bit for bit."""
+    """oneDNN obeys the error rule and repeats bit for bit."""
     cut_blocks(monkeypatch, 64, 1, 1, step)
     sizes, tables, arguments = CALLS[case]
     inputs = make_inputs(*sizes, **tables, dtype=torch.float32, seed=5)
@@ -108,7 +108,7 @@ def test_onednn(case: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @on_onednn
 def test_nan_beside_rows_of_no_query(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that are added to reach oneDNN's sizes see no key: one that a mask hides from all queries may hold NaN."""
+    """Rows added to reach oneDNN's sizes see no key, and a key that a mask hides from all queries may hold NaN."""
     cut_blocks(monkeypatch, 64, 1, 1, 64)
     inputs = make_inputs(1, 1, 70, 70, 16, num_rows=139, dtype=torch.float32, seed=6)
     key, mask = inputs.key.clone(), torch.arange(70) != 9
@@ -121,7 +121,7 @@ def test_nan_beside_rows_of_no_query(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @on_onednn
 def test_sizes_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """oneDNN prepares for every size that it meets, and remembers it: over 60 lengths there are few."""
+    """oneDNN prepares and caches every new size, so 60 lengths must use few sizes."""
     cut_blocks(monkeypatch, 128, 1, 1, 64)
     sizes, linear = set(), products.linear
 
@@ -132,4 +132,4 @@ def test_sizes_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "linear", recorded)
     for length in range(401, 461):
         compute_results("blockwise", make_inputs(1, 1, length, length, 16, num_rows=2 * length - 1, dtype=torch.float32, seed=0))
-    assert 0 < len(sizes) < 60, sorted(sizes)  # not one for each length, for any of its products
+    assert 0 < len(sizes) < 60, sorted(sizes)  # fewer than one per length, over all products

@@ -20,7 +20,7 @@ from triton_relattn import enable
 
 
 def dropping_by_itself() -> nn.Module:
-    """By a probability that no child has."""
+    """Drops with a probability that no child module holds."""
     module = stock.ConformerAttention()
     module.dropout = Functional()  # type: ignore[assignment]
     return module
@@ -32,7 +32,7 @@ class Functional(nn.Module):
 
 
 def with_attribute(module: nn.Module, name: str, value: Any) -> nn.Module:
-    """The module with an attribute, a buffer, or a child."""
+    """The module with one more attribute, buffer, or child."""
     if type(value) is torch.Tensor:
         module.register_buffer(name, value)
     else:
@@ -41,23 +41,23 @@ def with_attribute(module: nn.Module, name: str, value: Any) -> nn.Module:
 
 
 def rounded(_: Any, out: Any, x: torch.Tensor, __: Any) -> Any:
-    """Another bucket in another dtype."""
+    """Gives another result in another dtype."""
     return out * (1.1 if x.dtype == torch.float32 else 1.0)
 
 
 def far(_: Any, out: Any, x: torch.Tensor, mask: torch.Tensor | None) -> Any:
-    """Another result beyond the window, or with a mask."""
+    """Gives another result beyond the window, or with a mask."""
     return out * (1 + 1e-6) if x.shape[1] > 12 or (mask is not None and not mask.all()) else out
 
 
 def causal(module: Any, scores: torch.Tensor) -> torch.Tensor:
-    """By a buffer of ones and zeros, in float32."""
+    """Causality from a float32 buffer of ones and zeros."""
     length = scores.shape[-1]
     return scores.masked_fill(module.visible[:length, :length] == 0, -math.inf)
 
 
 def weak(module: Any, weights: torch.Tensor) -> torch.Tensor:
-    """Gradients that are another's in training alone."""
+    """Weights whose gradient is wrong, in training only."""
     return weights.detach() + 0.1 * (weights - weights.detach()) if module.training else weights
 
 
@@ -130,7 +130,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_equal_stays_and_says_why(name: str) -> None:
-    """And no forward that was tried leaves anything in the module."""
+    """A refused module also keeps no trace of a forward that was tried."""
     make, reason = REFUSED[name]
     module = make()
     before = type(module)
@@ -162,7 +162,7 @@ def raising(*_: Any) -> Any:
     ids=["a property", "a lock", "a forward"],
 )
 def test_modules_that_raise(make: Callable[[], nn.Module], reason: str) -> None:
-    """They stay as they are, and the others are enabled."""
+    """Modules that raise stay unchanged, and the others are enabled."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         report = enable(nn.ModuleList([ShawAttention(), make()]))
@@ -170,7 +170,7 @@ def test_modules_that_raise(make: Callable[[], nn.Module], reason: str) -> None:
 
 
 def test_warnings_that_are_errors() -> None:
-    """enable raises before it has changed anything."""
+    """If warnings are errors, enable raises before it changes anything."""
     model = nn.ModuleList([ShawAttention(), stock.WindowAttention()])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -180,16 +180,16 @@ def test_warnings_that_are_errors() -> None:
 
 
 def test_recognised_and_not_replaced() -> None:
-    """An error if all of it was refused, a warning on the caller's line if some was, nothing to be read if none was."""
+    """An error if everything was refused, a warning on the caller's line if some modules were, silence if none were."""
     refused = {"t5": stock.SharedBucketAttention(), "swin": stock.WindowAttention()}
     message = refusal(nn.ModuleDict(refused))
     assert "tables.t5_buckets" in message and "scaled_dot_product_attention" in message
-    around = nn.Module()  # of the table: the only row is its child's
+    around = nn.Module()  # around the table: its only row in the report is its child's
     around.relative_position_bias = refused["swin"]
     message = refusal(around)
     assert "relative_position_bias (WindowAttention, a bias by offset in a window of a grid" in message and "T5" not in message
     model = nn.ModuleDict({**refused, "shaw": ShawAttention()})
-    for enabled in ({"shaw": "ShawAttention"}, {}):  # what was enabled before is no error
+    for enabled in ({"shaw": "ShawAttention"}, {}):  # modules that were enabled before are no error
         with pytest.warns(UserWarning, match="enable left 2 of [23] modules .* unchanged; print") as caught:
             report = enable(model)
         assert dict(report) == enabled and set(report.left) == set(refused) and caught[0].filename == __file__
@@ -217,7 +217,7 @@ STOCK_ALONE: dict[str, tuple[str, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", STOCK_ALONE)
 def test_families_that_stay_stock(name: str) -> None:
-    """Each is named beside a module that is enabled, with what to do."""
+    """Each family is reported with its kind and a hint, beside a module that is enabled."""
     transformers = pytest.importorskip("transformers")
     class_name, settings, word = STOCK_ALONE[name]
     stock_class = getattr(transformers, class_name)
@@ -229,6 +229,6 @@ def test_families_that_stay_stock(name: str) -> None:
 
 
 def test_every_class_of_transformers_is_known(capsys: pytest.CaptureFixture[str]) -> None:
-    """None with relative attention is neither served nor named."""
+    """Every class with relative attention is either supported or listed as unsupported."""
     pytest.importorskip("transformers")
     assert survey.main(["transformers"]) == 0, [line for line in capsys.readouterr().out.splitlines() if line.startswith("NEW")]

@@ -15,7 +15,7 @@ from examples.sam import main
 
 @pytest.mark.thorough
 def test_measures_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rows and a figure, and with --processor-time a table alone."""
+    """Writes rows and a figure; with --processor-time only a table."""
     assert main(["--sides", "96", "--small", "--processor-time"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[2:]] == ["eager", "sdpa", "triton_relattn"]

@@ -24,7 +24,7 @@ from triton_relattn import disable, enable
 LENGTH, WIDTH = 128, 32
 GRID = (19, 20)
 LONG = (16, LENGTH, WIDTH)
-"""A sequence that two heads give 2**19 scores, from which on the operator is used; on a grid 2**22."""
+"""With two heads, a sequence has 2**19 scores, the fewest for which the operator is used; on a grid 2**22."""
 
 
 def states(*shape: int) -> torch.Tensor:
@@ -97,7 +97,7 @@ EQUAL: dict[str, tuple[Callable[[], Any], Callable[[], tuple[Any, ...]]]] = {
     "t5": (stock.BucketAttention, lambda: (0.2 * states(*LONG), hidden_keys())),
     "t5, past": (lambda: stock.BucketAttention(causal_buckets=True), lambda: (0.2 * states(*LONG),)),
 }
-"""Modules that are computed by the operator, and arguments."""
+"""Modules that the operator computes, and their arguments."""
 
 
 def made(name: str) -> tuple[Any, tuple[Any, ...]]:
@@ -107,13 +107,13 @@ def made(name: str) -> tuple[Any, tuple[Any, ...]]:
 
 
 def counted(name: str) -> torch.Tensor | None:
-    """Positions that are compared: rows of padding that see nothing are not."""
+    """Positions to compare: all but padding rows that see nothing."""
     return padding()[:, None] if name == "vits" else None
 
 
 @pytest.mark.parametrize("name", EQUAL)
 def test_equal_modules_are_replaced(name: str) -> None:
-    """Outputs and gradients are equal, no tensor is for all pairs, weights may be loaded, and disable undoes it."""
+    """Outputs and gradients are equal, no tensor holds all pairs, weights can be loaded, and disable undoes the change."""
     module, given = made(name)
     stock_class, counts = type(module), counted(name)
     with Sizes() as dense:
@@ -123,7 +123,7 @@ def test_equal_modules_are_replaced(name: str) -> None:
     assert dict(report) == {"block": stock_class.__name__} and not report.left
     assert isinstance(module, stock_class) and type(module) is not stock_class
     module.load_state_dict({key: value.clone() for key, value in module.state_dict().items()})
-    computed(module, nn.Module.__call__, *given, counts=counts)  # the first call is compared with the stock class's
+    computed(module, nn.Module.__call__, *given, counts=counts)  # the first call is compared with the stock class
     computed(module, nn.Module.__call__, *given, counts=counts)
     with Sizes() as sizes:
         ours = computed(module, nn.Module.__call__, *given, counts=counts)
@@ -131,17 +131,17 @@ def test_equal_modules_are_replaced(name: str) -> None:
     assert_same(ours, expected)
     pairs = GRID[0] * GRID[1] if name == "sam" else LENGTH
     assert sizes.ours and dense.squares(pairs)
-    # Calls of the Music Transformer and Transformer-XL have a mask (Nq, Nk) themselves.
+    # The calls of the Music Transformer and Transformer-XL have a mask (Nq, Nk).
     mask = max((math.prod(value.shape) for value in given[3:] if getattr(value, "dtype", None) == torch.bool), default=0)
     per_head = [shape for shape in sizes.squares(pairs) if math.prod(shape) > max(mask, pairs**2 * ("music" in name))]
-    assert not per_head or name == "vits"  # whose mask is one for all pairs
+    assert not per_head or name == "vits"  # its mask covers all pairs
     assert enable(model) == {}
     assert disable(model) == {"block": stock_class.__name__} and type(module) is stock_class
 
 
 @pytest.mark.parametrize("name", ["vits", "espnet", "espnet, past", "enformer"])
 def test_dropout(name: str) -> None:
-    """With the weights dropped that the operator drops, in training mode."""
+    """In training mode, with the stock class dropping the same weights as the operator."""
     module, given = made(name)
     module.train()
     if name == "enformer":
@@ -172,7 +172,7 @@ def quantised() -> nn.Module:
 
 
 def with_zero_tables() -> nn.Module:
-    """As at the start of training."""
+    """Set the tables to zero, as at the start of training."""
     module = ShawAttention()
     nn.init.zeros_(module.distances.weight)
     return module
@@ -201,8 +201,8 @@ def test_what_changes_nothing(make: Callable[[], Any]) -> None:
 
 
 def test_no_values_are_needed() -> None:
-    """Models on the device "meta", and weights that a stock class leaves in the module with their gradients. An attribute of that
-    name that is no tensor stays."""
+    """Models on the meta device, and weights with gradients that a stock class stores in the module. An attribute of that name
+    that is not a tensor stays."""
     with torch.device("meta"):
         assert enable(stock.GridAttention())
     module: Any = stock.SpeechBlock()
@@ -221,7 +221,7 @@ def test_scripted_modules_are_passed_by() -> None:
 
 
 def test_position_embeddings_per_sequence() -> None:
-    """Where the stock class wants as many as there are sequences."""
+    """The stock class needs one batch row of position embeddings per sequence."""
     module = stock.RowsPerSequence().double().eval()
     x, positions = states(8, LENGTH, WIDTH), states(8, 2 * LENGTH - 1, WIDTH)
     enable(module)
@@ -229,7 +229,7 @@ def test_position_embeddings_per_sequence() -> None:
 
 
 def test_a_cache() -> None:
-    """One tensor of keys and values, before the call's own; what is returned is the next cache."""
+    """A single tensor of cached keys and values, which precede the call's; the module returns the next cache."""
     torch.manual_seed(0)
     module, queries, past = stock.CachedConformerAttention().double().eval(), 384, 6
     keys = queries + past
@@ -245,7 +245,8 @@ def test_a_cache() -> None:
 
 
 def test_calls_that_were_not_compared_are_the_stock_class_s() -> None:
-    """Few scores; other masks, keys and position embeddings; hooks that watch the weights or the table; another dropout."""
+    """Short calls, other masks, keys or position embeddings, hooks on the weights or the table, and another dropout run the stock
+    class."""
     vits, (signal, _, _) = made("vits")
     shaw, (x, _) = made("shaw")
     espnet, given = made("espnet")
@@ -253,12 +254,12 @@ def test_calls_that_were_not_compared_are_the_stock_class_s() -> None:
     for module in (vits, shaw, espnet, t5):
         enable(module)
     assert_as_stock(shaw, x[:, :-1], is_ours=False)
-    assert_as_stock(vits, signal, signal, torch.rand(2, LENGTH, LENGTH) > 0.3, is_ours=False)  # one per head
+    assert_as_stock(vits, signal, signal, torch.rand(2, LENGTH, LENGTH) > 0.3, is_ours=False)  # a mask per head
     with pytest.raises(TypeError, match="unexpected keyword"):
         vits(signal, signal, what=1)
     with pytest.raises(TypeError, match="missing"):
         vits(signal)
-    assert_as_stock(t5, hidden, torch.rand(LENGTH, LENGTH) > 0.3, is_ours=False)  # booleans, which are added
+    assert_as_stock(t5, hidden, torch.rand(LENGTH, LENGTH) > 0.3, is_ours=False)  # a boolean mask, which is added
     trained = mask.double().clamp(min=-1).requires_grad_()
     t5(hidden, trained).sum().backward()
     assert trained.grad is not None and trained.grad.any()
@@ -270,15 +271,15 @@ def test_calls_that_were_not_compared_are_the_stock_class_s() -> None:
     assert_as_stock(espnet, *given, is_ours=True)
     espnet.dropout = nn.Identity()
     assert_as_stock(espnet, *given, is_ours=False)
-    hook = shaw.distances.register_forward_hook(lambda _, given, out: 2 * out)  # rows are read, it is not called
+    hook = shaw.distances.register_forward_hook(lambda _, given, out: 2 * out)  # ours reads the rows without a call
     assert_as_stock(shaw, x, is_ours=False)
     hook.remove()
-    shaw.distances.max_norm = 0.1  # a call changes the rows
+    shaw.distances.max_norm = 0.1  # each call changes the rows
     assert_as_stock(shaw, x, is_ours=False)
 
 
 def test_layers_that_share_a_bias() -> None:
-    """The second gets the first's in its small form; if it is stock, in its dense one."""
+    """The second layer gets the first's bias in its small form, or in its dense form if the second is stock."""
     module = stock.GatedLayers().double().eval()
     x, mask = states(LENGTH, 8, WIDTH), ~padding(8)
     expected = computed(module, nn.Module.__call__, x, mask)
@@ -304,7 +305,7 @@ def test_a_cache_of_keys_and_values() -> None:
 
 
 def test_a_mask_that_shows_the_future() -> None:
-    """The Music Transformer's skew leaves other rows' terms there: such a call is the stock class's."""
+    """The Music Transformer's skew leaves other rows' terms in the future: with a mask that shows it, the stock class runs."""
     module, x = stock.MusicAttention().eval(), torch.randn(4, 257, WIDTH)
     enable(module)
     mask = torch.ones(257, 257).triu(1)
@@ -319,7 +320,7 @@ def test_a_mask_that_shows_the_future() -> None:
 
 
 def test_the_report() -> None:
-    """A line for the layers of a model, the difference, and memory: square in the length before, linear after."""
+    """The report has one line for a model's layers, the difference, and memory: quadratic in the length before, linear after."""
     model = nn.Sequential(*(stock.Block(stock.SpeechBlock()) for _ in range(3)))
     report = enable(model, lengths=(1024, 4096))
     (stock_short, ours_short), (stock_long, ours_long) = report.rows[0].memory
@@ -334,7 +335,7 @@ def test_the_report() -> None:
 
 @pytest.mark.parametrize("name", ["vits", "espnet", "sam", "shaw", "enformer", "music", "t5"])
 def test_compiled(name: str) -> None:
-    """As one graph, as the stock module."""
+    """Compiles to one graph, like the stock module."""
     module, given = made(name)
     module.eval()
     enable(module)

@@ -21,7 +21,7 @@ def rows(positions: RelativePositions, relative_position: list[int] | torch.Tens
 
 
 def test_clipped_lookup_of_ten_words_with_k_3() -> None:
-    """The example of Shaw et al.: words 0..9, clipping at 3; rows of the lookup, by hand."""
+    """The example of Shaw et al.: words 0..9, clipped at 3; lookup rows worked out by hand."""
     words = torch.arange(10)
     lookup, applies = RelativePositions(-3, 3).rows(words[None, :] - words[:, None])
     assert lookup[0].tolist() == [3, 4, 5, 6, 6, 6, 6, 6, 6, 6]
@@ -32,7 +32,7 @@ def test_clipped_lookup_of_ten_words_with_k_3() -> None:
 
 
 def test_rows_of_other_positions() -> None:
-    """Tables that do not straddle zero; "zero" says where the term applies; positions of any strides."""
+    """Tables that do not include distance zero; "zero" limits where the term applies; positions with any strides."""
     for first, last, expected in (
         (-5, -3, [0, 0, 1, 2, 2, 2, 2, 2]),
         (3, 4, [0] * 8),
@@ -48,7 +48,7 @@ def test_rows_of_other_positions() -> None:
 
 
 def test_positions() -> None:
-    """Whatever is an integer becomes an int; bool is none."""
+    """Every integer type becomes an int, except bool, which is refused."""
     assert RelativePositions(-3, 3).num_rows == 7 and RelativePositions(4, 4).num_rows == 1
     assert RelativePositions.centred(7) == RelativePositions(-3, 3, "clamp")
     assert RelativePositions.centred(1, "zero") == RelativePositions(0, 0, "zero")
@@ -83,7 +83,7 @@ def test_general_layout() -> None:
 
 
 def test_future_first() -> None:
-    """The rows are the last dimension but one, of a bias the last."""
+    """Rows are the last dimension but one, and the last dimension of a bias."""
     assert tables.from_future_first(torch.tensor([[2.0, 5.0], [1.0, 4.0], [0.0, 3.0]]), dim=-2).tolist() == [
         [0, 3],
         [1, 4],
@@ -94,7 +94,7 @@ def test_future_first() -> None:
 
 
 def test_layouts_of_heads() -> None:
-    """Each head by itself gives what the stack gives, also from a strided, transposed view; gradients come back as they went."""
+    """Each head alone gives what the stack gives, also from a strided, transposed view; gradients keep the original layout."""
     general = torch.randn(3, 7, 10, dtype=torch.float64)[..., ::2].mT.requires_grad_()  # (heads, D, 2T - 1) = (3, 5, 7)
     for convert in (tables.from_general_layout, lambda table: tables.from_future_first(table.mT, dim=-2)):
         table = convert(general)
@@ -128,7 +128,7 @@ def test_t5_buckets(arguments: tuple[int, int, bool], dtype: torch.dtype) -> Non
 
 
 def test_t5_buckets_of_wavlm() -> None:
-    """320 buckets up to distance 800, some of which share one; the last one starts at 778."""
+    """320 buckets for distances up to 800, some of which share a bucket; the last bucket starts at 778."""
     bucket = tables.t5_buckets(torch.tensor([[0, -79, -80, -82, -83], [777, 778, 800, -777, -(10**6)]]), 320, 800)
     assert bucket.tolist() == [[0, 79, 80, 80, 81], [318, 319, 319, 158, 159]]
 
@@ -167,7 +167,7 @@ def test_alibi_bias() -> None:
 
 @pytest.mark.parametrize("order", ["interleaved", "concatenated"])
 def test_sinusoids(order: Any) -> None:
-    """One number at a time: sin and cos of the distance i - j = -r by 10000 ** (-2 c / 6)."""
+    """Computed one number at a time: sin and cos of the distance i - j = -r by 10000 ** (-2 c / 6)."""
     expected = []
     for r in range(-4, 3):
         angles = [-r / 10000 ** (2 * c / 6) for c in range(3)]
@@ -179,7 +179,7 @@ def test_sinusoids(order: Any) -> None:
 
 
 def test_sinusoids_far_away() -> None:
-    """Six digits at 45,000 positions, where angles in float32 would leave three."""
+    """Six digits are right at 45,000 positions, where angles in float32 would leave three."""
     for found, exact in (
         (tables.sinusoids(-45000, -45000, 4)[0, 0], math.sin(45000)),
         (tables.sinusoids(2, 2, 4, base=16.0)[0, 2], math.sin(-2 / 4)),
@@ -223,7 +223,7 @@ def test_fold_transformer_xl_in_half_precision() -> None:
 
 
 def test_fold_transformer_xl_refuses() -> None:
-    """With the layout that was probably meant."""
+    """The error shows the layout that was probably meant."""
     query, good = torch.zeros(1, 2, 5, 4), torch.zeros(2, 4)
     for shape, hint in (
         ((9, 5), ""),

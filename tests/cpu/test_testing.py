@@ -29,13 +29,13 @@ BLIND = torch.tensor([0, 0, math.inf], dtype=torch.float64)
 
 
 def inputs_of(dtype: torch.dtype = torch.float64, **changes: Any) -> Inputs:
-    """With every tensor that a call can have."""
+    """Inputs with every tensor that a call can have."""
     tables = {"rel_width": 3, "rel_value": True, "rel_bias": True, "rel_p2c": True, "per_head": True, "key_heads": 2}
     return make_inputs(2, 4, 5, 7, 8, 6, **{"num_rows": 9, "dtype": dtype, "seed": 11, **tables, **changes})
 
 
 def test_inputs() -> None:
-    """The same numbers in every precision, whatever else a call has; they depend on the seed alone."""
+    """The numbers are the same in every precision and with any other tensors; they depend only on the seed."""
     exact, sharp, state = inputs_of(), inputs_of(sharp=True), torch.get_rng_state()
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         for name, tensor in inputs_of(dtype)._asdict().items():
@@ -59,7 +59,8 @@ def test_shapes() -> None:
 
 
 def test_different_strides() -> None:
-    """The same numbers, no two tensors laid out alike, NaN between them; or the order in memory that is asked for."""
+    """The numbers are kept, all tensors have different memory layouts with NaN in the gaps; or the requested memory order is
+    used."""
     for per_head in (False, True):
         inputs = inputs_of(torch.bfloat16, per_head=per_head)
         strided = with_different_strides(inputs)
@@ -67,9 +68,9 @@ def test_different_strides() -> None:
             assert torch.equal(tensor, getattr(inputs, name)) and not tensor.is_contiguous() and tensor.storage_offset() > 0
             assert torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).isnan().any()
     five = (strided.query, strided.key, strided.value, strided.d_out, strided.terms()["rel_query"])
-    assert len({tuple(torch.tensor(each.stride()).argsort(descending=True).tolist()) for each in five}) == 5
+    assert len({tuple(torch.tensor(operand.stride()).argsort(descending=True).tolist()) for operand in five}) == 5
     tables = strided.rel_key, strided.terms()["rel_value"], strided.terms()["rel_p2c"]
-    assert len({tuple(torch.tensor(each.stride()).argsort().tolist()) for each in tables if each is not None}) > 1
+    assert len({tuple(torch.tensor(table.stride()).argsort().tolist()) for table in tables if table is not None}) > 1
     view = in_memory_order(tensor := torch.arange(24.0).view(2, 3, 4), 2, 0, 1, step=3)
     assert torch.equal(view, tensor) and view.stride() == (4 * 3, 3, 3 * 4 * 3)
 
@@ -77,10 +78,10 @@ def test_different_strides() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("reference", [REFERENCE, GOLDEN], ids=["reference", "exact_reference"])
 def test_a_budget_passes_and_fails_at_its_edge(dtype: torch.dtype, reference: torch.Tensor) -> None:
-    """factor times the reference's error, and two units in the last place of the largest number, in dtype."""
+    """The budget is factor times the reference's error, plus two units in the last place of the largest number in dtype."""
     budget = error_budget(GOLDEN, reference, dtype, factor=2)
     assert budget == 2 * float((reference - GOLDEN).abs().max()) + 2 * last_place(3.0, dtype)
-    unit = torch.tensor([0, 0, last_place(0.5, dtype)], dtype=torch.float64)  # of the third number, which is off
+    unit = torch.tensor([0, 0, last_place(0.5, dtype)], dtype=torch.float64)  # of the third number, the only wrong one
     steps = budget // float(unit[2])
     options: dict[str, Any] = {"factor": 2, "exact_reference": reference is GOLDEN}
     assert_within_budget("out", (GOLDEN + (steps - 1) * unit).to(dtype), GOLDEN, reference, **options)
@@ -91,7 +92,7 @@ def test_a_budget_passes_and_fails_at_its_edge(dtype: torch.dtype, reference: to
 
 
 def test_a_budget_of_lse() -> None:
-    """-inf is right where golden has it, and counts for nothing elsewhere."""
+    """-inf is right where golden has it, and does not contribute to the budget elsewhere."""
     wrong = GOLDEN + torch.tensor([1, 0, 0], dtype=torch.float64)
     assert_within_budget("lse", GOLDEN - BLIND, GOLDEN - BLIND, REFERENCE - BLIND, factor=2)
     with pytest.raises(AssertionError, match=r"lse: error .* worst at \(0,\)"):
@@ -123,7 +124,7 @@ def test_a_budget_refuses(actual: torch.Tensor, golden: torch.Tensor, reference:
 @pytest.mark.parametrize("per_head", [False, True], ids=["shared", "per_head"])
 @pytest.mark.parametrize("table", ["rel_key", "rel_value", "rel_bias", "rel_p2c"])
 def test_the_gradient_of_each_table_fails_beyond_its_budget(table: str, per_head: bool) -> None:
-    """With every argument that changes dS or P."""
+    """Checked with every argument that changes dS or P."""
     inputs = inputs_of(torch.bfloat16, sharp=True, per_head=per_head)
     arguments: dict[str, Any] = {"rel_scale": 0.7, "softcap": 20.0, "dropout_p": 0.3, "window_size": (3, 4)}
     golden, budget = table_gradient_budget(inputs, table=table, **arguments)
@@ -148,7 +149,7 @@ def test_dropout_masks() -> None:
 
 
 def test_golden_results() -> None:
-    """What check takes for them is what tests expect, with every argument."""
+    """The golden results of check are those that tests expect, with every argument."""
     mask = torch.arange(7.0).masked_fill(torch.arange(7) == 4, -math.inf)
     arguments: dict[str, Any] = {"query_offset": torch.tensor([2, -1]), "window_size": (3, 2), "rel_scale": 0.7, "softcap": 2.0}
     arguments |= {"attn_mask": mask, "key_lengths": torch.tensor([7, 5])}
@@ -161,7 +162,7 @@ def test_golden_results() -> None:
     ("dtype", "name", "rule"), [(torch.float32, "d_query", "in norm"), (torch.float16, "d_rel_key", "1.5 times")]
 )
 def test_check_does_not_rely_on_plain_torch_alone(dtype: torch.dtype, name: str, rule: str) -> None:
-    """An error far below plain torch's is still refused, if rounding cannot explain it."""
+    """An error far below plain torch's is still rejected if rounding cannot explain it."""
     inputs = make_inputs(1, 2, 17, 19, 16, num_rows=7, dtype=dtype, seed=0)
     golden = check.exact_results(inputs)
     poor = {result: exact * 1.1 for result, exact in golden.items()}

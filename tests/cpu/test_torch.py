@@ -53,7 +53,7 @@ ALL = replace(BASE, tables=TABLES, rel_width=3)
 CASES = {
     "odd": replace(BASE, num_queries=17, num_keys=23, dtype="float64", key_lengths=(23, 11), is_causal=True),
     "strided": replace(BASE, value_width=4, strided=INPUTS, key_lengths=(13, 0), integers="int32"),
-    "bfloat16": replace(BASE, dtype="bfloat16", query_offset=1),  # a causal call keeps probabilities that nobody writes
+    "bfloat16": replace(BASE, dtype="bfloat16", query_offset=1),  # a causal call stores probabilities that are never written
     "all_terms": replace(ALL, rel_scale=0.7, softcap=3.0, window_size=(5, 6)),
     "all_strided": replace(ALL, strided=INPUTS, per_head=TABLES, value_width=4, query_offset=(2, -1)),
     "value_table_alone": replace(BASE, tables=("rel_value",), dropout_p=0.3),
@@ -69,7 +69,7 @@ def attend_grid(**arguments: Any) -> tuple[torch.Tensor]:
 
 
 def grid_leaves(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """Tensors of a call on a grid with a class token, in another memory order than they are used."""
+    """Tensors of a call on a grid with a class token, stored in another memory order than the call's."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, 13, 3, 6, dtype=dtype, generator=generator).transpose(1, 2) for _ in range(3))
     rel_pos_h, rel_pos_w = (torch.randn(rows, 6, dtype=dtype, generator=generator) for rows in (7, 5))
@@ -78,7 +78,7 @@ def grid_leaves(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
 
 
 def get_call(name: str) -> tuple[Callable[..., Any], dict[str, torch.Tensor], tuple[torch.Tensor, ...], Options]:
-    """A case: the function, its leaves, the gradients of its results, its other arguments."""
+    """A case as its function, leaves, gradients of its results, and other arguments."""
     if name.startswith("grid"):
         leaves = grid_leaves()
         return attend_grid, leaves, (torch.randn(2, 3, 13, 6),), GRID | {"dropout_p": 0.3 if name == "grid_dropout" else 0.0}
@@ -100,7 +100,9 @@ class Recorded(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function.namespace == "triton_relattn":
-            self.calls.append((function, tuple(each.detach() if isinstance(each, torch.Tensor) else each for each in args)))
+            self.calls.append(
+                (function, tuple(argument.detach() if isinstance(argument, torch.Tensor) else argument for argument in args))
+            )
         return function(*args, **(kwargs or {}))
 
 
@@ -115,10 +117,10 @@ QUICK = ("all_terms", "packed", "grid")
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.thorough) for name in (*CASES, "grid", "grid_dropout")]
 )
 def test_operators_are_well_registered(name: str, wanted: str) -> None:
-    """Schemas, fakes with the real shapes and strides, autograd, and all of it compiled."""
+    """Schemas, fake tensors with the real shapes and strides, autograd and compilation pass torch's checks."""
     function, leaves, d_results, options = get_call(name)
     if wanted == "some":
-        leaves = {each: leaf if number % 2 else leaf.detach() for number, (each, leaf) in enumerate(leaves.items())}
+        leaves = {leaf_name: leaf if number % 2 else leaf.detach() for number, (leaf_name, leaf) in enumerate(leaves.items())}
     with Recorded() as recorded:
         results = function(**leaves, **options)
         torch.autograd.grad(results, [leaf for leaf in leaves.values() if leaf.requires_grad], d_results)
@@ -134,7 +136,8 @@ def test_operators_are_well_registered(name: str, wanted: str) -> None:
 
 
 def test_gradients_are_those_of_differences() -> None:
-    """By torch's own check; of the reference, which is what errors recommend for them, in forward mode and twice as well."""
+    """Gradients pass torch's gradcheck; the reference, which errors recommend for these, also passes in forward mode and
+    twice."""
     inputs = make_inputs(1, 2, 3, 4, 2, num_rows=3, dtype=torch.float64, seed=0, **{**ALL_TERMS, "rel_width": 1})
     for function, leaves, options in (
         (attend, make_leaves(inputs), {"softcap": 3.0}),
@@ -154,7 +157,7 @@ def test_gradients_are_those_of_differences() -> None:
 
 @pytest.mark.parametrize("name", ["odd", "grid"])
 def test_second_derivatives_are_refused(name: str) -> None:
-    """With create_graph=True first derivatives are right; a second one raises, and does not drop terms."""
+    """With create_graph=True first derivatives are right; second derivatives raise instead of dropping terms."""
     function, leaves, d_results, options = get_call(name)
     first = torch.autograd.grad(function(**leaves, **options), list(leaves.values()), d_results)
     found = torch.autograd.grad(function(**leaves, **options), list(leaves.values()), d_results, create_graph=True)
@@ -166,7 +169,7 @@ def test_second_derivatives_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize("index", range(4))
 def test_a_changed_input_is_noticed(index: int) -> None:
-    """Written to between forward and backward: torch's error, not a wrong gradient."""
+    """Writing to an input between forward and backward raises torch's error instead of giving a wrong gradient."""
     copies = [tensor.clone() for tensor in four()]
     out = attend_out(*copies)
     with torch.no_grad():
@@ -181,7 +184,7 @@ QUERY, KEY, VALUE, TABLE = (tensor.detach() for tensor in four())
 
 
 def table_loss(table: torch.Tensor) -> torch.Tensor:
-    """A loss."""
+    """A loss that depends on a table."""
     return attend_out(QUERY, KEY, VALUE, table).square().sum()
 
 
@@ -215,7 +218,7 @@ TRANSFORMED: dict[str, Any] = {
 @pytest.mark.parametrize("name", TRANSFORMED)
 @pytest.mark.parametrize("kind", LOSSES)
 def test_torch_func(kind: str, name: str, backend: str | None) -> None:
-    """Uncompiled and in one graph; an outer transform is not lost on the way through an inner one."""
+    """Uncompiled and in one graph; an outer transform is applied through an inner one."""
     loss, table = LOSSES[kind]
     if kind == "grid" and backend is not None:
         pytest.skip("what is compiled is the operator of a sequence")
@@ -227,7 +230,7 @@ def test_torch_func(kind: str, name: str, backend: str | None) -> None:
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["not_compiled", "compiled"])
 def test_second_derivatives_under_torch_func(compiled: bool) -> None:
-    """An error that says so, also of a loss to which only a part is a gradient."""
+    """Second derivatives raise an explanation, also if the gradient is only a part of the loss."""
     gradient = torch.func.grad(lambda table: table_loss(table) + backward_of_vjp(table_loss, table).square().sum())
     run = torch.compile(gradient, backend="aot_eager", fullgraph=True) if compiled else gradient
     with pytest.raises(RuntimeError, match="attention_backward cannot be differentiated"):
@@ -263,7 +266,7 @@ def test_gradients_through_vmap() -> None:
 
 @pytest.mark.parametrize("implementation", ["blockwise", "reference"])
 def test_dropout_under_vmap(implementation: str) -> None:
-    """randomness says whether samples drop alike."""
+    """randomness decides whether all samples drop the same elements."""
     many = QUERY.expand(3, *QUERY.shape)
     run = partial(torch.func.vmap, lambda q: attend_out(q, KEY, VALUE, TABLE, dropout_p=0.5, implementation=implementation))
     different, same = run(randomness="different")(many), run(randomness="same")(many)
@@ -273,7 +276,7 @@ def test_dropout_under_vmap(implementation: str) -> None:
 
 
 def test_no_forward_mode_goes_unnoticed() -> None:
-    """Tangents that the operator would drop are refused, wherever they come from: of any tensor, through vmap, in a backward."""
+    """Tangents that the operator would drop raise an error: for any tensor, through vmap, and in a backward."""
     tensors = [QUERY, KEY, VALUE, TABLE]
     refused = partial(pytest.raises, NotImplementedError, match='implementation="reference" has them')
     for index, tensor in enumerate(tensors):
@@ -299,7 +302,7 @@ def test_no_forward_mode_goes_unnoticed() -> None:
 
 @pytest.mark.parametrize("outside", [False, True], ids=["backward_within", "backward_outside"])
 def test_autocast_casts_as_for_sdpa(outside: bool) -> None:
-    """float32 tensors become bfloat16 and gradients come back in float32; float64 stays; a bias by distance stays float32."""
+    """float32 tensors become bfloat16 and their gradients float32; float64 and a bias by distance in float32 stay as they are."""
     tensors, bias, starts = four(dtype=torch.float32), torch.randn(9, requires_grad=True), torch.tensor([0, 10])
     packing: Options = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 10, "max_seqlen_k": 10}
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -322,7 +325,7 @@ def test_autocast_casts_as_for_sdpa(outside: bool) -> None:
 
 @pytest.mark.parametrize("implementation", ["blockwise", "reference"])
 def test_autocast_does_not_change_the_precision(implementation: str) -> None:
-    """Scores and sums, forward and backward, with every term: inputs that are in autocast's dtype give the same bits."""
+    """Inputs already in autocast's dtype give the same bits with and without autocast, forward and backward, for every term."""
     inputs = make_inputs(1, 4, 9, 13, 8, 5, num_rows=7, key_heads=2, dtype=torch.bfloat16, seed=0, **ALL_TERMS)
     results = []
     for enabled in (False, True):
@@ -340,7 +343,8 @@ def save_attention(_context: Any, operator: Any, *_: Any, **__: Any) -> Checkpoi
 @pytest.mark.parametrize("dropout_p", [0.0, 0.4])
 @pytest.mark.parametrize("kind", ["reentrant", "not_reentrant", "selective"])
 def test_activation_checkpointing(kind: str, dropout_p: float) -> None:
-    """The same results and gradients, dropout included; a selective policy that saves the operator does not run it again."""
+    """Checkpointing gives the same results and gradients with dropout; a selective policy that saves the operator does not rerun
+    it."""
 
     def block(*tensors: torch.Tensor) -> torch.Tensor:
         return attend_out(*(tensor.sin() for tensor in tensors), dropout_p=dropout_p).cos()
@@ -367,7 +371,7 @@ def flops(run: Callable[[], Any]) -> int:
 
 
 def test_flop_counter() -> None:
-    """As torch counts scaled_dot_product_attention, and a table's products: one forward, three backward."""
+    """FLOPs are counted as for scaled_dot_product_attention, plus table products: one forward, three backward."""
     query, key, value, table = four(10, 14)
     product, query_pairs, key_pairs = (2 * 2 * 2 * pairs * 8 for pairs in (10 * 14, 10 * 9, 14 * 9))
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
@@ -389,7 +393,7 @@ def test_flop_counter() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("first", ["", "torch.utils.flop_counter", "exported"])
 def test_flop_counter_whatever_is_imported_first(first: str, tmp_path: Path) -> None:
-    """The first call is counted, also that of an exported program, and our import alone brings in nothing heavy."""
+    """The first call is counted, also that of an exported program; importing the package alone imports no heavy modules."""
     text = "import sys, torch, triton_relattn, triton_relattn.integrations.enable\n"
     text += "run = triton_relattn.fused_relative_attention\n"
     if first == "exported":

@@ -20,7 +20,7 @@ USER = Path(__file__).with_name("typed_user.py")
 
 @pytest.mark.thorough
 def test_a_user_s_file_passes_mypy_strict(tmp_path: Path) -> None:
-    """Results have the type that return_lse gives them, and nothing that is public is private to mypy."""
+    """Results have the type implied by return_lse, and mypy sees no public name as private."""
     pytest.importorskip("mypy")
     pytest.importorskip("setuptools")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
@@ -28,8 +28,8 @@ def test_a_user_s_file_passes_mypy_strict(tmp_path: Path) -> None:
     build = [sys.executable, "-c", "import setuptools; setuptools.setup()", "egg_info", "--egg-base", str(tmp_path)]
     subprocess.run([*build, "build_py", "--build-lib", str(installed)], check=True, cwd=ROOT, capture_output=True)
     assert (installed / "triton_relattn" / "py.typed").exists()
-    (installed / "others.pth").write_text(str(Path(pytest.__file__).parents[1]))  # where torch is, too
-    shutil.copy(USER, tmp_path)  # beside this file, it would find the repository
+    (installed / "others.pth").write_text(str(Path(pytest.__file__).parents[1]))  # torch is installed there, too
+    shutil.copy(USER, tmp_path)  # in this file's folder, mypy would find the repository
     command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(tmp_path / "venv" / "bin" / "python")]
     command += ["--cache-dir", str(tmp_path / "cache"), "--config-file", "", USER.name]
     checked = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
@@ -38,7 +38,7 @@ def test_a_user_s_file_passes_mypy_strict(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "options"), [("", Options), ("_varlen", OptionsVarlen)], ids=["padded", "packed"])
 def test_every_option_has_its_type(name: str, options: Any) -> None:
-    """The overloads, which a type checker reads, know all that the function takes, and return_lse besides."""
+    """The overloads, which type checkers read, have all parameters of the function, plus return_lse."""
     function: Any = getattr(triton_relattn, f"fused_relative_attention{name}")
     types, parameters = get_type_hints(function), inspect.signature(function).parameters.values()
     keywords = {parameter.name: parameter.default for parameter in parameters if parameter.kind == parameter.KEYWORD_ONLY}

@@ -93,9 +93,9 @@ WRONG: dict[str, Wrong] = {
     "rel_scale_alone": ({"rel_key": None, "rel_scale": 1.0}, ValueError, "rel_scale | rel_key and rel_p2c, which are None"),
     "dropout_negative": ({"dropout_p": -0.1}, ValueError, "dropout_p must lie in [0, 1], got -0.1"),
     "softcap_zero": ({"softcap": 0.0}, ValueError, "softcap must be positive, got 0.0 | softcap=None means no limit"),
-    "softcap_tiny": ({"softcap": 1e-46}, ValueError, "softcap must be positive, got 1e-46"),  # 0 in float32
+    "softcap_tiny": ({"softcap": 1e-46}, ValueError, "softcap must be positive, got 1e-46"),  # rounds to 0 in float32
     "implementation": ({"implementation": "flash"}, ValueError, "('triton', 'blockwise', 'reference') | got 'flash'"),
-    # Errors that name the cure, because the call is valid with it.
+    # Errors that name a fix, because the fixed call is valid.
     "learned_scale": ({"scale": learned()}, TypeError, "multiply query by it, with rel_query and rel_p2c | scale=1.0"),
     "learned_scale_of_content": (
         {"scale": learned(), "rel_scale": 1.0},
@@ -202,7 +202,7 @@ WRONG_PACKED: dict[str, Wrong] = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_calls(case: str) -> None:
-    """The error has the argument's name and the offending value; no warning, and no number drawn for dropout, comes before it."""
+    """The error has the argument's name and the bad value; it comes before any warning and before drawing numbers for dropout."""
     state = torch.get_rng_state()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -234,7 +234,7 @@ TENSORS = [*("key", "value", *DIFFERENTIABLE[3:], "positions"), *("query_offset"
 
 @pytest.mark.parametrize("name", [*TENSORS, "cu_seqlens_q", "cu_seqlens_k"])
 def test_strange_arguments(name: str) -> None:
-    """Whatever an argument is, the error names it: none comes from torch, nor from the search for a hint."""
+    """For any value of any argument, the error names the argument and does not come from torch or from the search for a hint."""
     for what, strange in STRANGE.items():
         if (name, what) == ("attn_mask", "no dimensions"):  # broadcasts
             continue
@@ -250,7 +250,7 @@ def test_too_many_positional_arguments() -> None:
 
 
 def test_names_of_other_libraries() -> None:
-    """Each says what it is called here, and what is named there exists."""
+    """Each error gives the name used here, and every name it mentions exists."""
     for name, here in names.OTHER_NAMES.items():
         refused(call, {name: None}, TypeError, f"unexpected keyword argument {name!r}; here it is {here}")
         assert all(hasattr(tables, function) for function in re.findall(r"tables\.(\w+)", here)), here
@@ -284,7 +284,7 @@ REMOVED = [(package, name) for package, entries in removed.NAMES.items() for nam
 
 @pytest.mark.parametrize(("package", "name"), REMOVED)
 def test_what_was_removed(package: str, name: str) -> None:
-    """An import says what to use instead; names that never existed have Python's errors."""
+    """Importing a removed name says what to use instead; names that never existed raise Python's usual errors."""
     text = f"{package}.{name} was removed in 0.3.0: {removed.NAMES[package][name]}"
     with pytest.raises(ImportError, match=re.escape(text)):
         exec(f"from {package} import {name}")
@@ -298,7 +298,8 @@ def test_every_implementation_is_checked_alike() -> None:
 
 
 def test_no_cure_is_named_that_is_none() -> None:
-    """Forgotten enable_gqa, of heads fewer than positions; wrong tables; a mask by its name; positions that do not cover."""
+    """No fix is suggested that would not help: forgotten enable_gqa with fewer heads than positions, wrong tables, a misspelt
+    mask, positions that do not cover."""
     for changes in (
         qkv(2, 4, 7, 7, 2),
         {"rel_key": zeros(9, 4)},
@@ -312,7 +313,8 @@ def test_no_cure_is_named_that_is_none() -> None:
 
 
 def test_a_learned_scale_as_the_errors_say() -> None:
-    """A query, with what goes with it, times the scale is attention with that scale, and the scale gets its gradient."""
+    """Multiplying the query and its related tensors by the scale equals attention with that scale, and the scale gets its
+    gradient."""
     scale = torch.nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
     query, key, value, table, *_ = make_inputs(2, 3, 5, 7, 8, 4, num_rows=9, dtype=torch.float64, seed=0)
     assert table is not None
@@ -345,7 +347,7 @@ def test_other_ways_to_say_the_same(name: str) -> None:
 
 
 def test_numbers_of_numpy() -> None:
-    """Integers and floats of any width; its arrays and booleans are none."""
+    """NumPy's integers and floats of any width are accepted; its arrays and booleans are not."""
     numpy = pytest.importorskip("numpy")
     expected = call(scale=0.5, query_offset=1, window_size=(3, 2), softcap=2.0, rel_scale=0.25)
     ours = {"scale": numpy.float32(0.5), "softcap": numpy.float16(2), "rel_scale": numpy.float64(0.25)}
@@ -386,7 +388,7 @@ def test_positions_that_cover(first: int, last: int, others: Changes) -> None:
 
 
 def test_values_are_checked_where_they_are_readable() -> None:
-    """A fake tensor and one on "meta" have no values to check; real ones on the CPU have. Lists and integers are taken."""
+    """Fake and meta tensors have no values to check; values of CPU tensors are checked. Lists and integers are accepted."""
     good = {"rel_bias": zeros(3, 9), "rel_value": zeros(9, 4), "rel_p2c": zeros(9, 8), "attn_mask": zeros(1, 3, 1, 7)}
     numbers: Changes = {"dropout_p": 1, "softcap": 30, "window_size": [0, 3]}
     assert call(**good, **numbers, query_offset=lengths([1, -1])).shape == (2, 3, 5, 4)

@@ -15,7 +15,7 @@ from .small_call import CAUSAL, LAYOUT, Changes, Positions, call, call_varlen, l
 
 
 def call_warnings(**changes: Any) -> list[str]:
-    """The warnings of three calls, packed ones if one of the changes is an argument of those."""
+    """The warnings from three calls, packed ones if a change is an argument of the packed function."""
     forget_warnings()
     function = call_varlen if any("seqlen" in name for name in changes) else call
     with warnings.catch_warnings(record=True) as caught:
@@ -31,7 +31,8 @@ def query(length: int, heads: int = 3) -> Changes:
 
 
 def prompt(length: int, heads: int, rows: int | None = 33) -> Changes:
-    """As flash-attn has it, (batch, length, heads, width), or as many heads as that; with a table that heads share."""
+    """Inputs in flash-attn's layout (batch, length, heads, width), which may also be read as `length` heads; the heads share a
+    table."""
     return {**qkv(1, length, heads), "rel_key": rows and zeros(rows, 8)}
 
 
@@ -95,7 +96,7 @@ MISTAKES: dict[str, tuple[Changes, str]] = {
     ),
     "packed_steps": ({"max_seqlen_q": 3, **CAUSAL}, "3 queries and 4 keys has no query_offset"),
 }
-"""Each is warned of, until the arguments say that it is meant, as these messages tell."""
+"""Each of these warns unless the arguments show that it is intended, in the way that the message names."""
 MEANT: dict[str, Changes] = {
     "clipped_as_far_as_anybody_does": {**query(600), "rel_key": zeros(1025, 8)},
     "covered": {**query(514), "rel_key": zeros(1027, 8)},

@@ -33,12 +33,12 @@ Run = Callable[[Any], Any]
 
 
 def shown(length: int, other: int) -> torch.Tensor:
-    """(2, length), 1 of what is no padding."""
+    """(2, length), 1 at tokens that are not padding."""
     return (torch.arange(length) < torch.tensor([[length], [other]])).long()
 
 
 def reading() -> Run:
-    """Logits of tokens that a decoder writes after it has heard features."""
+    """Logits of a decoder's tokens after the model has heard the features."""
     features, mask, tokens = torch.randn(2, 170, 16), shown(170, 120), torch.randint(1, 50, (2, 7))
     return lambda model: model(input_features=features, attention_mask=mask, decoder_input_ids=tokens).logits
 
@@ -80,7 +80,7 @@ def cohere_asr() -> tuple[Any, Run]:
 
 
 def nemotron_h_omni() -> tuple[Any, Run]:
-    """Build the audio half of the model. The language model would need many more sizes."""
+    """Build only the audio half of the model. The language model would need many more sizes."""
     model = nn.Module()
     stock = transformers.models.nemotron_h_omni.modeling_nemotron_h_omni
     audio = transformers.ParakeetEncoderConfig(**{**SMALL["parakeet"], "dropout": 0.0})
@@ -92,10 +92,10 @@ def nemotron_h_omni() -> tuple[Any, Run]:
 
 
 def codec(name: str) -> tuple[Any, Run]:
-    """Build a codec whose run returns the input of its quantiser: the semantic encoding, joined with that of the sound."""
+    """Build a codec whose run returns its quantiser's input: the semantic encoding concatenated with that of the audio."""
     semantic = {**SMALL["wav2vec2_bert"], "model_type": "wav2vec2-bert"}
     sizes = {"encoder_hidden_size": 4, "downsampling_ratios": [2, 2], "quantization_dim": 64, "quantization_levels": [4, 4]}
-    config = getattr(transformers, f"{name}Config")(semantic_model_config=semantic, **DECODER_OF_SOUND, **sizes)
+    config = getattr(transformers, f"{name}Config")(semantic_model_config=semantic, **SOUND_DECODER, **sizes)
     sound, features, mask = torch.randn(2, 1, 4 * 37), torch.randn(2, 37, 12), shown(37, 22)
 
     def run(model: Any) -> torch.Tensor:
@@ -129,7 +129,7 @@ def nemotron3_5_asr() -> tuple[Any, Run]:
 
 
 def music(classes: str) -> tuple[Any, Run]:
-    """Build a model of music whose text encoder is T5."""
+    """Build a music model whose text encoder is T5."""
     text = {"model_type": "t5", "num_layers": 1, "d_model": 16, "d_kv": 4, "num_heads": 4, "d_ff": 8, "vocab_size": 50}
     sound = {"model_type": "encodec", "num_filters": 4, "hidden_size": 8, "codebook_dim": 8, "codebook_size": 64}
     sizes = {"vocab_size": 64, "num_hidden_layers": 1, "ffn_dim": 8, "num_attention_heads": 2, "hidden_size": 16}
@@ -153,14 +153,15 @@ def deepseek_vl_hybrid() -> tuple[Any, Run]:
 
 @contextmanager
 def without_vision() -> Iterator[None]:
-    """Inkling is built without what looks at images, which is large."""
+    """Build Inkling without its large vision part."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transformers.models.inkling.modeling_inkling, "InklingVisionModel", lambda config: nn.Identity())
         yield
 
 
 def inkling() -> tuple[Any, Run]:
-    """Build all but what looks at images; its run has padding, packed sequences, and is_causal, which its masks do not ask."""
+    """Build everything but the vision part; its run has padding, packed sequences, and is_causal, which its masks do not
+    imply."""
     text, audio = SMALL["inkling"], {"n_mel_bins": 4, "mel_vocab_size": 8, "text_hidden_size": 32}
     config = transformers.InklingConfig(text_config=text, audio_config=audio)
     with without_vision():
@@ -175,7 +176,7 @@ def inkling() -> tuple[Any, Run]:
     return model, run
 
 
-DECODER_OF_SOUND = {**{key: each for key, each in DECODER.items() if key != "vocab_size"}, "head_dim": 8}
+SOUND_DECODER = {**{key: value for key, value in DECODER.items() if key != "vocab_size"}, "head_dim": 8}
 WHOLE_MODELS: dict[str, tuple[Callable[[], tuple[Any, Run]], set[str]]] = {
     "speecht5": (speecht5, {"SpeechT5Encoder", "SpeechT5Attention", "SpeechT5RelativePositionalEncoding"}),
     "fastspeech2_conformer": (fastspeech2_conformer, {"FastSpeech2ConformerAttention"}),
@@ -210,7 +211,7 @@ DOWN: dict[str, Any] = {**SAM, "downsample_channels": [16, 16]}
 
 
 class Vision(NamedTuple):
-    """A vision encoder by the names of its class and its config, and the height of its images."""
+    """A vision encoder: class and config names, and the height of its images."""
 
     model: str
     config: str
@@ -251,4 +252,4 @@ def vision_encoder(name: str, implementation: str = "eager", **changes: Any) -> 
 def images(name: str, batch: int = 2, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
     torch.manual_seed(1)
     names = ["pixel_values", *(["prompt_pixel_values", "prompt_masks"] if name == "seggpt" else [])]
-    return {each: torch.randn(batch, 3, VISION[name].height, SIZE, dtype=dtype) for each in names}
+    return {argument: torch.randn(batch, 3, VISION[name].height, SIZE, dtype=dtype) for argument in names}
