@@ -119,6 +119,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Altered(lambda module, _, x, mask: ShawAttention.forward(module, x.detach(), mask)),
         "the gradient of x",
     ),
+    "no gradient in eval mode": (
+        lambda: Altered(
+            lambda module, _, x, mask: ShawAttention.forward(module, x if module.training else x.detach(), mask),
+        ),
+        "in eval mode: the gradient of x",
+    ),
     "a weaker gradient in training": (lambda: StepByStep(weights=weak), "in training mode: the gradient of"),
     "sharded": (sharded, "sharded"),
     "a state": (lambda: with_attribute(Altered(remembering), "past", None), STATEFUL),
