@@ -40,6 +40,7 @@ KNOWN = {
     "mvitv2.MultiScaleAttention": "docs/models.md has the call: keys are pooled",
     "mvitv2.MultiScaleAttentionPoolFirst": "docs/models.md has the call: keys are pooled",
     "vision_transformer_sam.Attention": BY_STRUCTURE,
+    "components.SelfAttention": "a bias that is an argument for WavLM's sake, and not used",
     "wavlm_attention.WavLMSelfAttention": BY_STRUCTURE,
     "beats_encoder.MultiheadAttention": BY_STRUCTURE,
     "beats.MultiheadAttention": BY_STRUCTURE,
