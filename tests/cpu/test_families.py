@@ -76,8 +76,8 @@ def test_every_family_is_here() -> None:
 @every_family
 def test_other_lengths(name: str, lengths: list[int], masked: bool) -> None:
     """Lengths shorter than windows and tables, a multiple of Gemma's chunk, and no mask."""
-    if lengths == [1, 1] and name == "granite_speech5":
-        pytest.skip("takes half as many frames")
+    if lengths == [1, 1] and name in ("granite_speech5", "fastspeech2_conformer"):
+        pytest.skip("takes half as many frames, or runs the stock forward for one frame")
     model = build(name, torch.float64)
     given = arguments(name, model, lengths, lengths[0])
     if not masked:
