@@ -234,6 +234,19 @@ def test_families_that_stay_stock(name: str) -> None:
     assert all(word in row.kind and "use" in row.reason for row in report.rows if row.reason)
 
 
+class DisentangledSelfAttention(nn.Module):
+    """The class's name in DeBERTa's package."""
+
+
+def test_debertas_own_class() -> None:
+    """DeBERTa's own package is reported with what to use in its place."""
+    own = with_attribute(DisentangledSelfAttention(), "pos_att_type", ["c2p"])
+    own.query_proj, own.pos_key_proj = nn.Linear(4, 4), nn.Linear(4, 4)
+    with pytest.warns(UserWarning, match="DebertaV2Model"):
+        report = enable(nn.ModuleDict({"own": own, "served": ShawAttention()}))
+    assert set(report) == {"served"} and set(report.left) == {"own"}
+
+
 def test_every_class_of_transformers_is_known(capsys: pytest.CaptureFixture[str]) -> None:
     """Every class with relative attention is either supported or listed as unsupported."""
     pytest.importorskip("transformers")
