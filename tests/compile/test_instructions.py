@@ -45,7 +45,7 @@ def test_cost_of_the_relative_term_in_the_backward() -> None:
     (plain_columns,), (plain_rows,) = (per_score(kernel, "sm_90", 64, "none") for kernel in ("dkv", "dq"))
     (columns,), (rows,), (table,) = (per_score(kernel, "sm_90", 64, "full") for kernel in BACKWARD)
     assert plain_columns < columns <= 2 * plain_columns
-    assert plain_rows < rows <= 2 * plain_rows  # as many products with the table as with the keys
+    assert plain_rows < rows <= 2 * plain_rows  # at most one product with the table for each with the keys
     assert plain_rows + plain_columns < rows + columns + table <= 2 * (plain_rows + plain_columns)
     assert per_score("dkv", "sm_90", 64, "clamp")[1] <= 1.3 * plain_columns  # which does not prefetch
 
@@ -98,7 +98,7 @@ def test_products_per_tile_of_the_backward() -> None:
 
 
 def test_far_tiles_cost_no_product() -> None:
-    """Tiles beyond a bounded table have as many matrix instructions as without a table."""
+    """Tiles beyond a bounded table have the number of matrix instructions that they have without a table."""
     for table in ("zero", "clamp"):
         loops = compiled("forward", "sm_90", 64, table).loops
         near, far = (matrix_instructions(loop) for loop in loops if matrix_instructions(loop))

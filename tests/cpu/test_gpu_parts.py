@@ -35,7 +35,7 @@ def act(what: str) -> tuple[str, int]:
         os.kill(os.getpid(), signal.SIGSEGV)
     if what == "hang":
         time.sleep(600)
-    if what == "break":  # as after an illegal memory access: everything later in this process fails, too
+    if what == "break":  # as after an illegal memory access: everything later in this process also fails
         torch.cuda.is_initialized = lambda: True
         torch.cuda.synchronize = fail  # type: ignore[assignment]
     return what, os.getpid()

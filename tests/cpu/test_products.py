@@ -52,7 +52,7 @@ def test_without_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @on_onednn
 def test_the_probe_asks_for_speed_and_for_digits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The probe works, too, if the default dtype is float64 or the default device is another one."""
+    """The probe also works if the default dtype is float64 or the default device is another one."""
     monkeypatch.setattr(products, "FASTER", 1e9)
     assert not products.is_faster()
     monkeypatch.setattr(products, "FASTER", 0.0)

@@ -313,6 +313,9 @@ def test_a_mask_that_shows_the_future() -> None:
     mask[3, 200] = 0
     for other in (mask, None):
         assert_as_stock(module, x, x, x, other, is_ours=False)
+    hook = module.E.register_forward_hook(lambda _, given, out: 2 * out)  # rows are read, it is not called
+    assert_as_stock(module, x, x, x, torch.ones(257, 257).triu(1), is_ours=False)
+    hook.remove()
     module, given = made("transformer-xl")
     enable(module)
     given[4][3, 60] = False

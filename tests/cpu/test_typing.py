@@ -28,7 +28,7 @@ def test_a_user_s_file_passes_mypy_strict(tmp_path: Path) -> None:
     build = [sys.executable, "-c", "import setuptools; setuptools.setup()", "egg_info", "--egg-base", str(tmp_path)]
     subprocess.run([*build, "build_py", "--build-lib", str(installed)], check=True, cwd=ROOT, capture_output=True)
     assert (installed / "triton_relattn" / "py.typed").exists()
-    (installed / "others.pth").write_text(str(Path(pytest.__file__).parents[1]))  # torch is installed there, too
+    (installed / "others.pth").write_text(str(Path(pytest.__file__).parents[1]))  # torch is also installed there
     shutil.copy(USER, tmp_path)  # in this file's folder, mypy would find the repository
     command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(tmp_path / "venv" / "bin" / "python")]
     command += ["--cache-dir", str(tmp_path / "cache"), "--config-file", "", USER.name]

@@ -289,7 +289,7 @@ def test_too_wide_heads_raise() -> None:
 @pytest.mark.parametrize("prefix", [0, 1, 70])
 @pytest.mark.parametrize("block_n", [16, 64])
 def test_every_key_is_in_one_tile(prefix: int, block_n: int) -> None:
-    """The host launches as many tiles as the kernel needs: each key gets a gradient, and none is written twice."""
+    """The host launches the number of tiles that the kernel needs: each key gets a gradient, and none is written twice."""
     case = Case((3, 21), prefix=prefix)
     query, key, value, *_, d_out = tensors(case)
     inputs = GridTensors(query, key, value, torch.randn(3, 3, 16), torch.randn(21, 21, 16))

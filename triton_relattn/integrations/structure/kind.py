@@ -201,7 +201,7 @@ class Kind:
         return (result, *(None for _ in more)) if isinstance(result, torch.Tensor) and self.layout.returns else result
 
     def pairs(self, module: Any, **given: Any) -> int:
-        states = given["states"] if "states" in given else given["query"]
+        states = self.swap(given["states"] if "states" in given else given["query"])
         positions = states.numel() // max(states.shape[0] * self.layout.channels, 1)
         return int(states.shape[0] * self.layout.heads * positions**2)
 

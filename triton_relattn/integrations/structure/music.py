@@ -19,7 +19,7 @@ from ..in_place import num_heads
 from ..operators import fused_relative_attention, join_heads, split_heads
 from ..shadow import projections
 from .kind import ADDED, HIDDEN, SHOWN, Kind, Reading, hides_future
-from .roles import MASK, assigned, is_table, own_parameters, split_words, table_weight
+from .roles import MASK, assigned, is_readable, is_table, own_parameters, split_words, table_weight
 
 
 class PastRows(Kind):
@@ -85,13 +85,11 @@ class PastRows(Kind):
         length = self.swap(query).shape[1]
         if query.dim() != 3 or key.shape != query.shape or mask is None or mask.shape[-2:] != (length, length):
             return False
+        if not is_readable(self.part(module, "rel_key")):
+            return False
         if not self.options["clips"] and length > len(table_weight(self.part(module, "rel_key"))):
             return False
         return mask.dim() in (2, 4) and hides_future(mask, self.attn_mask(mask))
-
-    def pairs(self, module: Any, **given: Any) -> int:
-        query = self.swap(given["query"])
-        return query.numel() // self.options["width"] * query.shape[1]
 
     def compute(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None

@@ -56,6 +56,13 @@ def is_table(child: nn.Module) -> bool:
     return isinstance(child, nn.Embedding) and child.max_norm is None
 
 
+def is_readable(table: Any) -> bool:
+    """Return whether the rows of a table, an embedding or a parameter, may be read now without calling it: it has no hooks."""
+    if not isinstance(table, nn.Embedding):
+        return True
+    return is_table(table) and not (table._forward_hooks or table._forward_pre_hooks)
+
+
 def table_weight(table: Any) -> Any:
     """Return the weight of an embedding, or a parameter itself."""
     return table.weight if isinstance(table, nn.Embedding) else table

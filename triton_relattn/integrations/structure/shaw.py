@@ -15,7 +15,7 @@ from ...positions import RelativePositions
 from ..operators import fused_relative_attention, join_heads
 from ..shadow import projections
 from .kind import Kind, Reading
-from .roles import assigned, is_table, own_parameters, table_weight
+from .roles import assigned, is_readable, is_table, own_parameters, table_weight
 
 
 class ClippedDistances(Kind):
@@ -50,10 +50,9 @@ class ClippedDistances(Kind):
         return (2, 11), (1, 5), *longest
 
     def accepts(self, module: Any, states: torch.Tensor, mask: torch.Tensor | None = None) -> bool:
-        table = self.part(module, "rel_key")
-        if isinstance(table, nn.Embedding) and (table._forward_hooks or table._forward_pre_hooks or not is_table(table)):
-            return False  # its rows are read, it is not called
-        return states.dim() == 3 and (mask is None or mask.shape == states.shape[:2])
+        return (
+            is_readable(self.part(module, "rel_key")) and states.dim() == 3 and (mask is None or mask.shape == states.shape[:2])
+        )
 
     def counted(self, mask: torch.Tensor) -> torch.Tensor:
         """Positions that are no padding: stock classes may hide all keys from the others."""

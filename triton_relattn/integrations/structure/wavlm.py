@@ -30,6 +30,33 @@ WEIGHTS = "need_weights"
 """An argument of some copies, whose default asks for attention weights."""
 
 
+def bucket_rows(module: Any, table: nn.Module, states: torch.Tensor) -> torch.Tensor:
+    """Return the bias of each distance, (H, R), by the buckets of a module; from max_distance on all have the last one.
+
+    states: (B, N, C). Their device counts: the weight may be on another one until the table is called.
+    """
+    last = min(module.max_distance, states.shape[1] - 1)
+    distances = torch.arange(-last, last + 1, device=states.device)
+    return table(getattr(module, BUCKETS)(distances)).T  # type: ignore[no-any-return]
+
+
+def gate(states: torch.Tensor, linear: nn.Module, factor: torch.Tensor) -> torch.Tensor:
+    """Return the gate of each query and head, (B, H, N, 1), of states (B, H, N, D); linear: D to 8; factor (1, H, 1, 1)."""
+    a, b = linear(states).unflatten(-1, (2, 4)).sum(-1).sigmoid().chunk(2, dim=-1)
+    return a * (b * factor - 1.0) + 2.0  # type: ignore[no-any-return]
+
+
+def small_bias(table: torch.Tensor, batch: int, length: int, joined: bool = True) -> Any:
+    """Return a bias (H, R) for the next layer, of which a stock layer makes (B * H, N, N), or, not joined, (B, H, N, N)."""
+    positions = RelativePositions.centred(table.shape[1])
+
+    def make(small: torch.Tensor) -> torch.Tensor:
+        bias = rows(small, positions, length, length).repeat(batch, 1, 1)
+        return bias if joined else bias.unflatten(0, (batch, -1))
+
+    return Compact.of(table, make)
+
+
 class GatedBuckets(Kind):
     """q_i . k_j / sqrt(D) + g_i * b[bucket(j - i)]; b, a number for each bucket and head, passed on by the first layer; g_i, a
     gate of each query and head.
@@ -78,7 +105,7 @@ class GatedBuckets(Kind):
             given[WEIGHTS] = False
         if "table" not in self.roles:
             table = torch.randn(self.layout.heads, 2 * min(length, module.max_distance + 1) - 1)
-            given[self.layout.argument(POSITIONS)] = self.small_bias(table, batch, length)  # type: ignore[index]
+            given[self.layout.argument(POSITIONS)] = small_bias(table, batch, length, self.options["joined"])  # type: ignore[index]
         return given
 
     def samples(self, module: Any, is_light: bool) -> Iterator[Sample]:
@@ -86,18 +113,8 @@ class GatedBuckets(Kind):
         batch, length = 2, 11
         table = torch.randn(self.layout.heads, 2 * min(length, module.max_distance + 1) - 1)
         given = self.example(module, batch, length, None)
-        given[self.layout.argument(POSITIONS)] = self.small_bias(table, batch, length)  # type: ignore[index]
+        given[self.layout.argument(POSITIONS)] = small_bias(table, batch, length, self.options["joined"])  # type: ignore[index]
         yield Sample("a bias that another layer has made", given, (length, length))
-
-    def small_bias(self, table: torch.Tensor, batch: int, length: int) -> Any:
-        """Return a bias (H, R) as the next layer gets it: a stock layer (B * H, N, N), or (B, H, N, N)."""
-        positions, joined = RelativePositions.centred(table.shape[1]), self.options["joined"]
-
-        def make(small: torch.Tensor) -> torch.Tensor:
-            bias = rows(small, positions, length, length).repeat(batch, 1, 1)
-            return bias if joined else bias.unflatten(0, (batch, -1))
-
-        return Compact.of(table, make)
 
     def accepts(
         self,
@@ -117,9 +134,6 @@ class GatedBuckets(Kind):
             return False
         return mask is None or (mask.dtype == torch.bool and mask.shape == states.shape[:2])
 
-    def pairs(self, module: Any, **given: Any) -> int:
-        return int(given["query"].numel() // self.options["width"] * self.swap(given["query"]).shape[1])
-
     def compute(
         self,
         module: Any,
@@ -138,18 +152,15 @@ class GatedBuckets(Kind):
             q, k, v = self.project(module, query=query, key=key, value=value)  # type: ignore[arg-type]
         passed_on = positions
         if positions is None:
-            last = min(module.max_distance, states.shape[1] - 1)  # beyond it all have the last bucket
-            distances = torch.arange(-last, last + 1, device=query.device)
-            positions = self.part(module, "table")(getattr(module, BUCKETS)(distances)).T
-            passed_on = self.small_bias(positions, *states.shape[:2])  # type: ignore[arg-type]
+            positions = bucket_rows(module, self.part(module, "table"), states)
+            passed_on = small_bias(positions, len(states), states.shape[1], self.options["joined"])
         gated = q if self.options["gate of"] == "projected query" else split_heads(states, width)
-        a, b = self.part(module, "gate")(gated).unflatten(-1, (2, 4)).sum(-1).sigmoid().chunk(2, dim=-1)
         out = fused_relative_attention(
             q,
             k,
             v,
             positions[..., None],  # type: ignore[index]
-            rel_query=a * (b * self.part(module, "factor") - 1.0) + 2.0,  # (B, H, N, 1)
+            rel_query=gate(gated, self.part(module, "gate"), self.part(module, "factor")),
             positions=RelativePositions.centred(positions.shape[1]),  # type: ignore[union-attr]
             rel_scale=1.0,
             attn_mask=self.attn_mask(mask),

@@ -16,7 +16,7 @@ from ...positions import RelativePositions
 from ..operators import fused_relative_attention, join_heads
 from ..shadow import projections
 from .kind import ADDED, SHOWN, Kind, Reading
-from .roles import CACHE, MASK, POSITIONS, is_table
+from .roles import CACHE, MASK, POSITIONS, is_readable, is_table
 
 
 class LeftAndRight(Kind):
@@ -65,10 +65,9 @@ class LeftAndRight(Kind):
         positions: Any = None,
         cache: Any = None,
     ) -> bool:
-        """Return whether a call has such a mask, and a table whose rows are read without calling it. positions are not read."""
-        table = module.rel_k_embed
-        is_plain = is_table(table) and not (table._forward_hooks or table._forward_pre_hooks)
-        return is_plain and query.dim() == 3 and (mask is None or mask.numel() == 0 or mask.dim() == 3)
+        """Return whether a call has such a mask, and a table whose rows may be read. positions are not read."""
+        has_mask = mask is not None and mask.numel() > 0
+        return is_readable(module.rel_k_embed) and query.dim() == 3 and (not has_mask or mask.dim() == 3)  # type: ignore[union-attr]
 
     def compute(
         self,

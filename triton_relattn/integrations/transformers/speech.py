@@ -9,6 +9,7 @@ import torch
 from ...positions import RelativePositions
 from ..compact import Compact, rows
 from ..operators import fused_relative_attention, join_heads, split_heads
+from ..structure import wavlm
 from .base import Attention, Encoder, additive_mask, query_key_value
 
 
@@ -103,35 +104,20 @@ class WavLMAttention(SpeechAttention):
         """hidden_states (B, N, C), attention_mask (B, N), position_bias (H, R); stock layers pass on (B * H, N, N)."""
         passed_on = position_bias
         if position_bias is None:
-            last = min(self.max_distance, hidden_states.shape[1] - 1)
-            distances = torch.arange(-last, last + 1, device=hidden_states.device)
-            buckets = self._relative_positions_bucket(distances)  # whose rounding is not T5's
-            position_bias = self.rel_attn_embed(buckets).T
-            passed_on = wavlm_bias(position_bias, hidden_states)
-        term: dict[str, Any] = {"rel_key": position_bias[..., None], "rel_query": self.gate(hidden_states), "rel_scale": 1.0}
+            position_bias = wavlm.bucket_rows(self, self.rel_attn_embed, hidden_states)
+            passed_on = wavlm.small_bias(position_bias, len(hidden_states), hidden_states.shape[1])
+        gate = wavlm.gate(split_heads(hidden_states, self.head_dim), self.gru_rel_pos_linear, self.gru_rel_pos_const)
+        term: dict[str, Any] = {"rel_key": position_bias[..., None], "rel_query": gate, "rel_scale": 1.0}
         positions = RelativePositions.centred(position_bias.shape[1])  # end rows: from max_distance on
         mask = None if attention_mask is None else attention_mask.eq(1)[:, None, None, :]
         return self.attend(hidden_states, mask, positions=positions, **term), None, passed_on
-
-    def gate(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the gate of each query and head, (B, H, N, 1)."""
-        sums = self.gru_rel_pos_linear(split_heads(hidden_states, self.head_dim)).unflatten(-1, (2, 4)).sum(-1)
-        a, b = sums.sigmoid().chunk(2, dim=-1)
-        return a * (b * self.gru_rel_pos_const - 1.0) + 2.0  # type: ignore[no-any-return]
 
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
         given = {**super().example(batch, length, None), "attention_mask": real}
         if not hasattr(self, "rel_attn_embed"):
             table = torch.randn(self.num_heads, 2 * min(length, self.max_distance + 1) - 1)
-            given["position_bias"] = wavlm_bias(table, given["hidden_states"])
+            given["position_bias"] = wavlm.small_bias(table, batch, length)
         return given
-
-
-def wavlm_bias(table: torch.Tensor, states: torch.Tensor) -> Any:
-    """Return the biases (H, R) for the next layer, of which stock layers make (B * H, N, N)."""
-    batch, length = states.shape[:2]
-    positions = RelativePositions.centred(table.shape[1])
-    return Compact.of(table, lambda small: rows(small, positions, length, length).repeat(batch, 1, 1))
 
 
 class WavLMEncoder(Encoder):

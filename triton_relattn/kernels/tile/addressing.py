@@ -20,7 +20,7 @@ def key_order(TILE: tl.constexpr):
 @triton.jit
 def head_matrix(tensor, entry, head, first_row, WIDE_INDEX: tl.constexpr):
     """Return the (length, width) matrix of one entry and head of a 4-d tensor, from first_row on. Its start is a 64-bit offset;
-    with WIDE_INDEX, for 2**31 elements and more, those within it are, too."""
+    with WIDE_INDEX, for 2**31 elements and more, so are those within it."""
     pointer, strides = tensor
     start = pointer + tl.cast(entry, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
     start += tl.cast(first_row, tl.int64) * strides[2]
