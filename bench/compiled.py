@@ -68,14 +68,14 @@ def selected(kernel: str, target: str, tensors: AttentionTensors | GridTensors, 
     return Call(tensors, spec, arch=target).tile(kernel)
 
 
-def launched(tensors: AttentionTensors | GridTensors, _: Any = None) -> list[str]:
+def launched(tensors: AttentionTensors | GridTensors, spec: Any) -> list[str]:
     """The kernels of selection.KERNELS that a call, all of whose gradients are wanted, launches; its tensors may be on "meta".
 
     rel_value's gradient takes the dtable kernel once more where there is a table for the scores as well.
     """
     if isinstance(tensors, GridTensors):
         return ["forward", "dq", "dkv"]
-    names = list(tuning.kernels_of(tensors))
+    names = tuning.kernels_of(tensors, Call(tensors, spec, arch="sm_90").coverage)  # of any GPU
     if tensors.rel_value is not None and (tensors.rel_key is not None or tensors.rel_bias is not None):
         names.insert(names.index("dtable"), "dtable")
     return names
@@ -88,7 +88,7 @@ def configurations(case: Case, direction: str, device: str) -> str:
         return "blockwise"
     tensors, spec = case.resolved(inputs)
     call = Call(tensors, spec)
-    names = [name for name in launched(tensors) if name in DIRECTIONS[direction]]
+    names = [name for name in launched(tensors, spec) if name in DIRECTIONS[direction]]
     return ", ".join(f"{name} {tuning.shown(call.tile(name))}" for name in names)
 
 

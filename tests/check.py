@@ -152,10 +152,17 @@ BLOCKS = ((16, 1, 4), AT_ONCE[0], (7, 1 << 11, 2), (1, 1, 1), AT_ONCE[1], (16, 1
 queries up to which a call is computed at once."""
 REGISTERS = ("scores", "registers")
 TILES: tuple[dict[str, tuple[Any, ...]], ...] = (
-    {"forward": (32, 16), "dq": (16, 16), "dkv": (16, 16), "dtable": (16, 16), "dp2c": (32, 32)},
-    {"forward": (16, 16, None), "dq": (32, 16), "dkv": (32, 16), "dtable": (32, 16), "dp2c": (16, 16)},
-    {"forward": (32, 32), "dq": (16, 64), "dkv": (32, 32), "dtable": (32, 32), "dp2c": (32, 16)},
-    {"forward": (32, 16, *REGISTERS), "dq": (64, 32), "dkv": (16, 16, *REGISTERS), "dtable": (64, 32), "dp2c": (64, 32)},
+    {"forward": (32, 16), "stored_dq": (16, 16), "dq": (32, 16), "dkv": (16, 16), "dtable": (16, 16), "dp2c": (32, 32)},
+    {"forward": (16, 16, None), "stored_dq": (32, 16), "dq": (16, 16), "dkv": (32, 16), "dtable": (32, 16), "dp2c": (16, 16)},
+    {"forward": (32, 32), "stored_dq": (16, 64), "dq": (32, 32, None), "dkv": (32, 32), "dtable": (32, 32), "dp2c": (32, 16)},
+    {
+        "forward": (32, 16, *REGISTERS),
+        "stored_dq": (64, 32),
+        "dq": (16, 16, *REGISTERS),
+        "dkv": (16, 16, *REGISTERS),
+        "dtable": (64, 32),
+        "dp2c": (64, 32),
+    },
 )
 """Small tiles of the kernels: rows and columns, what the forward carries, and how rows are rotated."""
 

@@ -87,7 +87,8 @@ def stand_ins(case: Case) -> Iterator[Check]:
         key_heads = None if case.key_heads is None else heads // group
         many = case.resized(length, batch=2, heads=heads, key_heads=key_heads, num_queries=None, group="")
         one = replace(many, batch=1, heads=group, key_heads=None if key_heads is None else 1)
-        half = str(heads * DTYPES[case.dtype].itemsize * length**2)  # of the stored pairs
+        stored_keys = min(length, (case.rows or length) + 128)  # of each query: those of a short table and of a tile
+        half = str(heads * DTYPES[case.dtype].itemsize * length * stored_keys)  # of the stored pairs
         calls = [(many, ""), (many, half), (many, "0"), (one, ""), (one, "0")]
         for call, workspace in calls if case.terms else calls[:1]:
             yield Check(call, workspace)

@@ -29,7 +29,10 @@ GAIN = 1.05
 REPEATED = 1.1
 """A call's time repeated if its medians in two runs differ by no more than this factor."""
 README_LENGTHS = ("1024", "4096", "16384")
-CHANGED = "Since then four rows of tile sizes were retuned and launches are cached again; that was not timed on a GPU."
+CHANGED = (
+    "Since then the backward of calls without a row for every distance was rewritten, three rows of tile sizes were retuned, and "
+    "launches are cached again; that was not timed on a GPU."
+)
 
 
 @functools.cache

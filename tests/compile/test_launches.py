@@ -36,7 +36,8 @@ TARGETS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 CALLS = 320
 TABLES = ("rel_key", "rel_value", "rel_bias", "rel_p2c")
 POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.bool: "*u1"}
-BUFFERS = {"lses", "softmax_stats", "d_lses", "deltas", "far_keys", "far_scores", "far_values", "far_sums", "far_key_sums"}
+BUFFERS = {"lses", "softmax_stats", "d_lses", "deltas", "far_keys", "far_scores", "far_values", "far_sums", "far_probs"}
+BUFFERS |= {"far_key_sums", "table_parts"}
 BUFFERS |= {"parts", "part_statistics"}
 WORKSPACE = {"ds", "stored_probs", "stored"}
 PARTIAL_SUMS = {"d_rows", "d_biases", "d_rel_p2c"}
@@ -99,7 +100,7 @@ class Recorded:
     @property
     def tile(self) -> TileConfig:
         tile = self["TILE"]
-        assert tile.warps == self.num_warps and (tile.carry is None or self.name == "forward")
+        assert tile.warps == self.num_warps and (tile.carry is None or self.name in ("forward", "dq"))
         carry = tile.carry if self.name == "forward" else "scores"
         return TileConfig(tile.block_m, tile.block_n, tile.warps, self.num_stages, carry, tile.rotation, self.max_registers)
 
@@ -215,13 +216,18 @@ def check_workspace(call: Call, launches: list[Recorded]) -> None:
         assert call.limit is None or size <= call.limit or (items, columns) == smallest
 
 
+def is_sum(launch: Recorded) -> bool:
+    """Whether more is added to what the stored_dq kernel writes."""
+    return launch["ADDS"] or launch["LAYOUT"].only_near
+
+
 def check_arguments(call: Call, launch: Recorded) -> None:
     """Assert dtypes, strides and constants as the kernel expects them, and 64-bit offsets where 32 bits overflow."""
     dtype = call.dtype
     has_tile = launch.name != "merge"
     blocks = max(launch["TILE"].block_m, launch["TILE"].block_n) if has_tile else launch["BLOCK_M"]
     step, query_tensors = 1, ("vectors", "d_queries", "d_rel_queries")
-    if launch.name in ("dtable", "dq"):  # queries of a tile have steps of 16 bytes in a row of dS
+    if launch.name in ("dtable", "stored_dq"):  # queries of a tile have steps of 16 bytes in a row of dS
         step = 16 // dtype.itemsize
     is_clamped = has_tile and launch["TILE"].coverage == "clamp"
     wide_index = not has_tile or launch["SHAPE"].wide_index
@@ -239,8 +245,8 @@ def check_arguments(call: Call, launch: Recorded) -> None:
             assert tensor.dtype == torch.float32 or (is_gradient and tensor.dtype == dtype), name
         elif name == "outs" and launch.name == "forward" and len(launch.grid) == 2:
             assert tensor.dtype == torch.float32  # of parts of the keys
-        elif name in ("d_queries", "d_rel_queries") and launch["ADDS"]:
-            assert tensor.dtype == torch.float32  # parts of a sum
+        elif name in ("d_queries", "d_rel_queries") and launch.name == "stored_dq" and is_sum(launch):
+            assert tensor.dtype == torch.float32
         elif name not in ("rel_bias", "attn_mask", "mask"):
             assert tensor.dtype == dtype and (name not in WORKSPACE or tensor.is_contiguous()), name
         assert pointer == POINTERS[tensor.dtype], name

@@ -63,19 +63,30 @@ def allocated(length: int, table: str, with_all_terms: bool = False, has_window:
     return allocations.total
 
 
-@pytest.mark.parametrize("has_window", [False, True], ids=["all keys", "band"])
-def test_memory_of_the_workspace(has_window: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The workspace takes at most the limit, two bytes for each pair if all fit, and few with a window."""
+@pytest.mark.parametrize(
+    ("table", "has_window"), [("full", False), ("full", True), ("clamp", False)], ids=["all keys", "window", "short table"]
+)
+def test_memory_of_the_workspace(table: str, has_window: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workspace takes at most the limit, two bytes for each pair if all fit, and few with a window or a short table."""
     limit, length = 8 * 2**20, 8192
     monkeypatch.setenv(planning.VARIABLE, "0")
-    least = allocated(length, "clamp", has_window=has_window)
+    least = allocated(length, table, has_window=has_window)
     monkeypatch.setenv(planning.VARIABLE, str(limit))
-    whole, large = (allocated(num_keys, "clamp", has_window=has_window) for num_keys in (2048, length))
+    whole, large = (allocated(num_keys, table, has_window=has_window) for num_keys in (2048, length))
     assert large - least <= limit
-    if has_window:
+    if has_window or table == "clamp":
         assert large < 4.1 * whole
     else:
         assert 2048 * 2048 * 2 < whole < limit + 2**22
+
+
+def test_without_a_table_nothing_is_stored() -> None:
+    """A backward without a table allocates the gradients, and one number per query."""
+    tensors, spec = call("none", torch.bfloat16, 64, length=2048, heads=2, has_lengths=False)
+    out, d_out, softmax_stats = torch.empty_like(tensors.query), torch.empty_like(tensors.query), torch.empty(1, 2, 2, 2048)
+    with recorded_launches("sm_90", only=""), Allocations() as allocations:
+        backward(d_out, None, out, softmax_stats, tensors, spec)
+    assert allocations.total == 3 * tensors.query.nbytes + 2 * 2048 * 4
 
 
 @pytest.mark.thorough

@@ -126,11 +126,11 @@ BAD = {
     "no_number": (changed(",8,", ",eight,"), "line 3: invalid literal for int() with base 10: 'eight'"),
     "kernel_of_an_earlier_version": (
         changed("forward", "dq_from_ds"),
-        "line 3: kernel must be one of forward, dkv, dq, dtable, dp2c, got 'dq_from_ds'",
+        "line 3: kernel must be one of forward, dkv, stored_dq, dtable, dp2c, dq, got 'dq_from_ds'",
     ),
     "dq_of_an_earlier_version": (
-        changed(LINE, LINE.replace("forward", "dq").replace("gather", "registers")),
-        'line 3: rotation must be "gather" for dq',
+        changed(LINE, LINE.replace("forward", "stored_dq").replace("gather", "registers")),
+        'line 3: rotation must be "gather" for stored_dq',
     ),
     "length": (changed("512", "1000"), "line 3: length must be one of 512, 2048, 8192, 32768, got '1000'"),
     "another_gpu_s": (changed("wgmma", "mma"), "line 3: unit must be one of wgmma, got 'mma'"),

@@ -70,34 +70,36 @@ def on_a_grid() -> Work:
     return lambda: attend(*leaves, (5, 6)).sum().backward()
 
 
-BACKWARD = {"forward", "delta", "dkv", "dq"}
+BACKWARD = {"forward", "delta", "dkv"}
+FULL = {*BACKWARD, "stored_dq", "dtable"}
+SHORT = {*FULL, "dq"}
 CALLS: dict[str, tuple[Callable[[], Work], set[str]]] = {
-    "full": (call, {*BACKWARD, "dtable"}),
-    "no table": (lambda: call(num_rows=None), BACKWARD),
-    "clamp": (lambda: call(200, num_rows=9, per_head=True), {*BACKWARD, "dtable"}),
+    "full": (call, FULL),
+    "no table": (lambda: call(num_rows=None), {*BACKWARD, "dq"}),
+    "clamp": (lambda: call(200, num_rows=9, per_head=True), SHORT),
     "zero, values": (
         lambda: call(num_rows=9, rel_value=True, positions=RelativePositions(-4, 4, "zero")),
-        {*BACKWARD, "dtable"},
+        SHORT,
     ),
-    "bias": (lambda: call(rel_key=False, rel_bias=True, per_head=True, scale=1.0), {*BACKWARD, "dtable"}),
+    "bias": (lambda: call(rel_key=False, rel_bias=True, per_head=True, scale=1.0), FULL),
     "p2c": (
         lambda: call(rel_p2c=True, num_rows=33, positions=RelativePositions(-16, 16)),
-        {*BACKWARD, "far_keys", "dtable", "dp2c"},
+        {*SHORT, "far_keys", "dp2c"},
     ),
     "own query, grouped heads, causal": (
         lambda: call(rel_width=16, heads=4, key_heads=2, enable_gqa=True, is_causal=True),
-        {*BACKWARD, "dtable"},
+        FULL,
     ),
     "padding, softcap, dropout": (
         lambda: call(batch=2, key_lengths=torch.tensor([64, 5]), softcap=20.0, dropout_p=0.1),
-        {*BACKWARD, "dtable"},
+        FULL,
     ),
     "mask, window": (
         lambda: call(attn_mask=torch.ones(64, 64, dtype=torch.bool), window_size=(20, 3)),
-        {*BACKWARD, "dtable"},
+        FULL,
     ),
-    "float32": (lambda: call(dtype=torch.float32), {*BACKWARD, "dtable"}),
-    "128 wide, long": (lambda: call(1040, heads=1, width=128), {*BACKWARD, "dtable"}),
+    "float32": (lambda: call(dtype=torch.float32), FULL),
+    "128 wide, long": (lambda: call(1040, heads=1, width=128), FULL),
     "decode, split keys": (
         lambda: call(
             1, 4096, grad=False, num_rows=4096, positions=RelativePositions(-4095, 0), query_offset=4095, is_causal=True

@@ -27,16 +27,41 @@ def tile(block_m: int, block_n: int, **others: Any) -> TileConfig:
 
 IN_REGISTERS: dict[str, Any] = {"rotation": "registers"}
 TILES = {
-    "twice": {"dq": tile(32, 16), "dkv": tile(32, 16), "dtable": tile(32, 16), "dp2c": tile(16, 16)},
-    "square": {"dq": tile(32, 32), "dkv": tile(16, 16), "dtable": tile(32, 32), "dp2c": tile(32, 32)},
-    "registers": {"dq": tile(16, 64), "dkv": tile(32, 32, **IN_REGISTERS), "dtable": tile(16, 16), "dp2c": tile(32, 16)},
+    "twice": {
+        "stored_dq": tile(32, 16),
+        "dq": tile(32, 32),
+        "dkv": tile(32, 16),
+        "dtable": tile(32, 16),
+        "dp2c": tile(16, 16),
+    },
+    "square": {
+        "stored_dq": tile(32, 32),
+        "dq": tile(32, 16, carry=None),
+        "dkv": tile(16, 16),
+        "dtable": tile(32, 32),
+        "dp2c": tile(32, 32),
+    },
+    "registers": {
+        "stored_dq": tile(16, 64),
+        "dq": tile(32, 32, **IN_REGISTERS),
+        "dkv": tile(32, 32, **IN_REGISTERS),
+        "dtable": tile(16, 16),
+        "dp2c": tile(32, 16),
+    },
     "long": {
-        "dq": tile(16, 16),
+        "stored_dq": tile(16, 16),
+        "dq": tile(32, 16, num_warps=2, carry=None, **IN_REGISTERS),
         "dkv": tile(32, 16, num_warps=2, **IN_REGISTERS),
         "dtable": tile(64, 32),
         "dp2c": tile(64, 32),
     },
-    "wide": {"dq": tile(16, 128), "dkv": tile(16, 16), "dtable": tile(16, 128), "dp2c": tile(64, 64)},
+    "wide": {
+        "stored_dq": tile(16, 128),
+        "dq": tile(64, 64),
+        "dkv": tile(16, 16),
+        "dtable": tile(16, 128),
+        "dp2c": tile(64, 64),
+    },
 }
 
 

@@ -41,13 +41,15 @@ def tile(block_m: int, block_n: int, carry: str | None = "scores") -> TileConfig
 # Both have several tiles in each dimension of short sequences; OTHER has the other shapes, and carries nothing.
 SMALL = {
     "forward": tile(32, 16),
-    "dq": tile(16, 32),
+    "stored_dq": tile(16, 32),
+    "dq": tile(32, 32),
     "dkv": tile(16, 16),
     "dtable": tile(32, 16),
     "dp2c": tile(16, 16),
 }
 OTHER = {
     "forward": tile(16, 16, None),
+    "stored_dq": tile(32, 16),
     "dq": tile(32, 16),
     "dkv": tile(32, 16),
     "dtable": tile(16, 32),

@@ -75,7 +75,8 @@ def test_calls(name: str, kind: str, limit: str, tiles: str, dtype: torch.dtype,
     others = {key: in_poisoned_storage(value, choose) if torch.is_tensor(value) else value for key, value in arguments.items()}
     with guarded() as launches, programs_in_order(ORDERS[len(name) % 2], seed=3):
         results = all_gradients(poisoned, TILES[tiles], **others)
-    assert (sum(launch.kernel == "dkv_kernel" for launch in launches) > 1) == (limit != "whole")
+    has_parts = limit != "whole" and name != "no_table"  # for which nothing is stored
+    assert (sum(launch.kernel == "dkv_kernel" for launch in launches) > 1) == has_parts
     busy = {launch.kernel for launch in launches if launch.loads and launch.stores}
     assert busy == {launch.kernel for launch in launches}  # a part of empty sequences stores nothing
     check_all(results, inputs, **arguments)
@@ -115,7 +116,7 @@ def test_parts_change_only_how_sums_are_added_up(name: str, kind: str, monkeypat
                 assert torch.equal(results[result], expected), (limit, result)
 
 
-# Windows, for which the workspace stores a band of keys.
+# Windows and short tables, for which the workspace stores a band of keys.
 
 BANDS: dict[str, tuple[RelativePositions, tuple[Any, Any], dict[str, Any], dict[str, Any]]] = {
     # positions, queries and keys (of each packed sequence), options of make_inputs, arguments
@@ -140,6 +141,14 @@ BANDS: dict[str, tuple[RelativePositions, tuple[Any, Any], dict[str, Any], dict[
         *(RelativePositions(-4, 6), ((0, 70, 5), (9, 150, 130)), {"rel_value": True, "rel_width": 12}),
         {"query_offset": torch.tensor([0, 70, -2]), "window_size": (20, 9)},
     ),
+    "table": (RelativePositions(-4, 6), (131, 260), {"rel_width": 12}, {"query_offset": 60, "softcap": 3.0}),
+    "table_causal": (RelativePositions(-19, -3), (150, 170), {"rel_value": True}, {"query_offset": 20, "is_causal": True}),
+    "table_future": (RelativePositions(7, 9, "zero"), (150, 140), {"rel_value": True}, {"query_offset": 3, "dropout_p": 0.2}),
+    "table_p2c": (RelativePositions(-4, 6), (131, 260), {"rel_p2c": True, "per_head": True}, {"query_offset": -10}),
+    "table_packed": (
+        *(RelativePositions(-4, 6, "zero"), ((9, 150, 5), (9, 150, 130)), {"rel_p2c": True}),
+        {"query_offset": torch.tensor([0, 7, -2]), "is_causal": True},
+    ),
 }
 BAND_RUNS = [
     (name, tiles, ("whole", "some keys")[(number + place) % 2])
@@ -153,11 +162,12 @@ BAND_RUNS = [
 @pytest.mark.usefixtures("guarded_kernels")
 @pytest.mark.parametrize(("name", "tiles", "limit"), BAND_RUNS)
 def test_bands(name: str, tiles: str, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows that are short compared with the keys, also with tiles that are wider, and with room for some keys only."""
+    """Windows and tables that are short compared with the keys, also with tiles that are wider, and with room for some keys
+    only."""
     positions, lengths, options, arguments = BANDS[name]
     dtype = torch.float16 if name in ("full", "clamp", "zero_values") else torch.float32
     options = {"batch": 1, "key_heads": 2, "num_rows": positions.num_rows, "rel_bias": options.get("rel_key", True), **options}
-    if name == "packed":
+    if "packed" in name:
         inputs, packing = packed_call("clamp", dict(zip("qk", lengths, strict=True)), **options)
         arguments = {**packing, **arguments}
     else:
@@ -222,19 +232,19 @@ def test_only_needed_kernels_run(kind: str, guarded_kernels: list[Launch], monke
     inputs, arguments = named_call("every_table", kind)
     monkeypatch.setenv(VARIABLE, workspace_limit("heads", inputs, arguments, TILES["twice"]))
     far, far_keys = (["dq"], ["far_keys"]) if kind == "clamp" else ([], [])
-    for wanted, parts, kernels in (
-        (("d_key", "d_value"), 1, ["dkv"]),
-        (("d_query",), 2, ["dkv", "dq"]),
-        (("d_rel_query",), 2, ["dkv", "dq"]),
-        (("d_rel_key",), 2, ["dkv", *far, "dtable"]),
-        (("d_rel_bias",), 2, ["dkv", *far, "dtable"]),
-        (("d_rel_value",), 2, ["dkv", *far, "dtable"]),
-        (("d_rel_p2c",), 2, ["dkv", "dp2c"]),
-        (GRADIENTS, 2, ["dkv", "dq", *far, "dtable", "dtable", "dp2c"]),
+    for wanted, parts, kernels, last in (
+        (("d_key", "d_value"), 1, ["dkv"], []),
+        (("d_query",), 1, ["dkv"], ["dq"]),
+        (("d_rel_query",), 2, ["dkv", "stored_dq"], ["dq"]),
+        (("d_rel_key",), 2, ["dkv", "dtable"], far),
+        (("d_rel_bias",), 2, ["dkv", "dtable"], far),
+        (("d_rel_value",), 2, ["dkv", "dtable"], far),
+        (("d_rel_p2c",), 2, ["dkv", "dp2c"], []),
+        (GRADIENTS, 2, ["dkv", "stored_dq", "dtable", "dtable", "dp2c"], ["dq"]),
     ):
         guarded_kernels.clear()
         all_gradients(inputs, TILES["twice"], wanted, **arguments)
-        names = (*far_keys, "forward", *far_keys, "delta", *parts * kernels)
+        names = (*far_keys, "forward", *far_keys, "delta", *parts * kernels, *last)
         assert [launch.kernel for launch in guarded_kernels] == [f"{kernel}_kernel" for kernel in names], wanted
 
 

@@ -18,7 +18,8 @@ REGISTERS = {
     "forward": TileConfig(32, 16, 2, 1, "scores", "registers"),
     "dkv": TileConfig(32, 32, 2, 1, "scores", "registers"),
     "dtable": tile(16, 16),
-    "dq": tile(32, 32),
+    "stored_dq": tile(32, 32),
+    "dq": TileConfig(32, 16, 2, 1, "scores", "registers"),
     "dp2c": tile(32, 32),
 }
 TILES = (SMALL, OTHER, REGISTERS, None)

@@ -44,7 +44,7 @@ def far_apart(tensor: torch.Tensor, dim: int, stride: int) -> torch.Tensor:
 TABLES = {"rel_key", "rel_value", "rel_bias", "rel_p2c"}
 VECTORS = {"lses", "d_lses", "deltas", "d_biases"}
 """One value for each row; rows are always adjacent."""
-PAIRS = {"softmax_stats", "far_scores", "far_values", "far_sums", "far_keys", "far_key_sums"}
+PAIRS = {"softmax_stats", "far_scores", "far_values", "far_sums", "far_probs", "far_keys", "far_key_sums"}
 """Two values for each row."""
 WORKSPACE = {"ds", "stored_probs", "stored"}
 """dS and P: contiguous, and within a sequence and head addressed in 32 bits."""
@@ -159,7 +159,7 @@ def results(
     call = validation.resolve(Arguments(**tensors, **tables, positions=RelativePositions(first, last), query_offset=offset))
     tiles = dict.fromkeys(selection.KERNELS, TileConfig(block, block, 4, 1))
     reader_tile = TileConfig(max(block // 4, 16), block, 4, 1)  # with steps of 4 between queries
-    tiles |= {"dq": reader_tile, "dtable": reader_tile}
+    tiles |= {"stored_dq": reader_tile, "dtable": reader_tile}
     out, lse, softmax_stats, _ = forward(*call, tiles["forward"])
     gradients = backward(inputs.d_out, inputs.d_lse, out, softmax_stats, *call, tiles=tiles)
     return [out, lse, *(gradient for gradient in gradients if gradient is not None)]
@@ -199,14 +199,14 @@ def test_results_are_the_same(
 
 @contextmanager
 def only_the_last_programs() -> Iterator[None]:
-    """Run only the last program of each grid; for the dq kernel the last four, which share a block of queries."""
+    """Run only the last program of each grid; for the stored_dq kernel the last four, which share a block of queries."""
     run = interpreter.InterpretedFunction.run
 
     def run_last(function: Any, *arguments: Any, grid: tuple[int, ...], **options: Any) -> None:
         def number(index: int) -> Any:
             return interpreter.TensorHandle(np.array([index], dtype=np.int32), tl.int32)
 
-        for last in range(1, 5 if function.__name__ == "dq_kernel" else 2):
+        for last in range(1, 5 if function.__name__ == "stored_dq_kernel" else 2):
             place = [grid[0] - last, *(size - 1 for size in grid[1:]), 0, 0]
             with pytest.MonkeyPatch.context() as patch:
                 builder = interpreter.InterpreterBuilder
@@ -305,6 +305,6 @@ def test_wide_offsets_of_spread_queries(dtype: torch.dtype) -> None:
         for start, tensor in ((0, inputs.query), (100, inputs.d_out))
     )
     positions = RelativePositions(-299, 19)
-    tiles = {"dkv": TileConfig(32, 32, 4, 1), "dtable": TileConfig(128, 32, 4, 1), "dq": TileConfig(64, 32, 4, 1)}
+    tiles = {"dkv": TileConfig(32, 32, 4, 1), "dtable": TileConfig(128, 32, 4, 1), "stored_dq": TileConfig(64, 32, 4, 1)}
     expected = all_gradients(inputs, tiles, positions=positions)
     assert_bit_equal(all_gradients(inputs._replace(query=query, d_out=d_out), tiles, positions=positions), expected)

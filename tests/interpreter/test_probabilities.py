@@ -27,13 +27,15 @@ MIXED = {
     "forward": TileConfig(64, 32, 4, 1, rotation="registers"),
     "dkv": TileConfig(64, 64, 4, 1, rotation="registers"),
     "dtable": TileConfig(16, 16, 4, 1),
-    "dq": TileConfig(16, 32, 4, 1),
+    "stored_dq": TileConfig(16, 32, 4, 1),
+    "dq": TileConfig(64, 32, 4, 1, rotation="registers"),
 }
 OTHERWISE_MIXED = {
     "forward": TileConfig(32, 32, 4, 1, None),
     "dkv": TileConfig(16, 16, 4, 1),
     "dtable": TileConfig(64, 32, 4, 1),
-    "dq": TileConfig(32, 16, 4, 1),
+    "stored_dq": TileConfig(32, 16, 4, 1),
+    "dq": TileConfig(16, 16, 4, 1, None),
 }
 # Each kind of table, and clamped ones near whose ends kernels with different tiles take different branches.
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

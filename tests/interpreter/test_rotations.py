@@ -203,7 +203,7 @@ def test_a_bias_alone_is_not_rounded(kind: str, monkeypatch: pytest.MonkeyPatch)
     round_terms(monkeypatch, True)
     tiles = {
         "forward": TileConfig(64, 32, 4, 1, rotation="registers"),
-        "dq": TileConfig(32, 32, 4, 1),
+        "dq": TileConfig(64, 32, 2, 1, rotation="registers"),
         "dkv": TileConfig(64, 64, 2, 1, rotation="registers"),
     }
     for chosen in (tiles, {kernel: replace(config, rotation="gather") for kernel, config in tiles.items()}):
@@ -219,7 +219,7 @@ def test_terms_beyond_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = inputs._replace(query=query, rel_key=table)
     round_terms(monkeypatch, True)
     tiles = all_tiles(TileConfig(64, 32, 4, 1, rotation="registers"))
-    results = all_gradients(inputs, {**tiles, "dq": TileConfig(32, 32, 4, 1), "dtable": TileConfig(32, 32, 4, 1)})
+    results = all_gradients(inputs, {**tiles, "stored_dq": TileConfig(32, 32, 4, 1), "dtable": TileConfig(32, 32, 4, 1)})
     assert all(bool(result.isfinite().all()) for result in results.values())
 
 

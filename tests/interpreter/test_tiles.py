@@ -12,12 +12,18 @@ from triton_relattn import RelativePositions
 from triton_relattn.kernels.config.tile_config import TileConfig
 from triton_relattn.testing import make_inputs
 
-SMALL = {"forward": tile(32, 16), "dq": tile(32, 16), "dkv": tile(32, 32), "dtable": tile(32, 32)}
+SMALL = {
+    "forward": tile(32, 16),
+    "stored_dq": tile(32, 16),
+    "dq": tile(16, 16),
+    "dkv": tile(32, 32),
+    "dtable": tile(32, 32),
+}
 
 
 @pytest.mark.parametrize(
     ("kernel", "config"),
-    [(kernel, config) for kernel in ("forward", "dkv", "dq", "dtable") for config in selectable(kernel)],
+    [(kernel, config) for kernel in ("forward", "dkv", "stored_dq", "dq", "dtable") for config in selectable(kernel)],
     ids=str,
 )
 def test_every_selectable_tile(kernel: str, config: TileConfig) -> None:
@@ -32,7 +38,7 @@ def test_every_selectable_tile(kernel: str, config: TileConfig) -> None:
         if positions is None and kernel == "dtable":
             continue
         # With half of these queries, kernels that read dS would take a smaller tile.
-        num_queries = 21 + config.block_m * (1 if kernel in ("forward", "dkv") else 8 // dtype.itemsize)
+        num_queries = 21 + config.block_m * (1 if kernel in ("forward", "dkv", "dq") else 8 // dtype.itemsize)
         num_keys = config.block_m + 2 * config.block_n + 9
         positions = RelativePositions(-num_queries - 30, num_keys) if positions == "full" else positions
         num_rows = None if positions is None else positions.num_rows
@@ -76,21 +82,22 @@ def test_tables(table: str, outside: Any) -> None:
 
 BORDERS = ((-3, 7, 0), (-20, -20, 17), (5, 6, -9))
 """First and last row, and the offset: borders of the table at different places in tiles, or close to each other."""
-TILES_AT_BORDERS = (  # of the dkv, the dq and the dtable kernel
-    ((16, 16), (32, 16), (64, 64)),
-    ((32, 16), (16, 32), (16, 16)),
-    ((64, 32), (64, 64), (32, 16)),
+TILES_AT_BORDERS = (  # of the dkv, the dq, the stored_dq and the dtable kernel
+    ((16, 16), (32, 16), (32, 16), (64, 64)),
+    ((32, 16), (16, 16), (16, 32), (16, 16)),
+    ((64, 32), (32, 32), (64, 64), (32, 16)),
+    ((16, 16), (64, 32), (16, 16), (16, 64)),
 )
 
 
-@pytest.mark.parametrize(("keys", "queries", "table"), TILES_AT_BORDERS)
+@pytest.mark.parametrize(("keys", "queries", "stored", "table"), TILES_AT_BORDERS)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_tiles_at_the_borders_of_a_table(
-    keys: tuple[int, int], queries: tuple[int, int], table: tuple[int, int], is_causal: bool
+    keys: tuple[int, int], queries: tuple[int, int], stored: tuple[int, int], table: tuple[int, int], is_causal: bool
 ) -> None:
     """With a clamped table the dq kernel sums the pairs beyond it, and the dtable kernel those inside: each pair once, for any
     tiles."""
-    tiles = {"dkv": tile(*keys), "dq": tile(*queries), "dtable": tile(*table)}
+    tiles = {"dkv": tile(*keys), "dq": tile(*queries), "stored_dq": tile(*stored), "dtable": tile(*table)}
     for seed, (first, last, offset) in enumerate(BORDERS):
         inputs = make_inputs(1, 1, 51, 59, 16, num_rows=last - first + 1, dtype=torch.float32, seed=seed)
         check_forward_backward(inputs, tiles, positions=RelativePositions(first, last), query_offset=offset, is_causal=is_causal)

@@ -49,7 +49,8 @@ AREAS = {
     "integrations/transformers": "cpu/test_families cpu/test_decoding cpu/test_enabled",
     "kernels": "operator/test_sweeps operator/test_sums operator/test_draws operator/test_edges interpreter/test_tiles "
     "interpreter/test_features interpreter/test_calls interpreter/test_key_terms",
-    "kernels/bwd_dq": "operator/test_draws interpreter/test_calls",
+    "kernels/bwd_dq": "operator/test_draws interpreter/test_tiles interpreter/test_calls",
+    "kernels/bwd_stored_dq": "operator/test_draws interpreter/test_calls",
     "kernels/config": "compile/test_profiles compile/test_defaults compile/test_launches",
     "kernels/delta": "operator/test_draws interpreter/test_delta",
     "kernels/fences": "compile/test_fences",

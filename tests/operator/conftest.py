@@ -11,7 +11,7 @@ if INTERPRETED:
     from tests.interpreter.conftest import changed_interpreter as changed_interpreter
 
 
-TILES = {"forward": (32, 32), "dq": (16, 32), "dkv": (32, 32), "dtable": (16, 16), "dp2c": (16, 16)}
+TILES = {"forward": (32, 32), "stored_dq": (16, 32), "dq": (32, 16), "dkv": (32, 32), "dtable": (16, 16), "dp2c": (16, 16)}
 """Several tiles in each dimension of short sequences, different ones in most kernels."""
 
 

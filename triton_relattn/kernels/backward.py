@@ -2,8 +2,10 @@
 
 1. delta: rowsum(out * d_out) - d_lse of each query.
 2. dkv: dK and dV; with them dS = P * (dP - delta), and for rel_value P, of all pairs of some heads, to the workspace.
-3. dq: dQ from dS, its product with the keys and, along the diagonals, with the table.
+3. stored_dq: dQ from dS, its product with the keys and, along the diagonals, with the table.
 4. dtable: the gradients of the tables from dS and P along the diagonals. dp2c: that of rel_p2c.
+5. dq, if there is not a row of a table for every pair (it is clipped, or there is none): then only pairs near the table are
+   stored, and this kernel computes dS of all pairs again, for the product with the keys.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from .bwd_dkv import dkv_kernel
 from .bwd_dp2c import dp2c_kernel
 from .bwd_dq import dq_kernel
 from .bwd_dtable import dtable_kernel
+from .bwd_stored_dq import stored_dq_kernel
 from .call import Call, PerQuery, cdiv
 from .config.selection import until_it_fits
 from .config.tile_config import TileConfig
@@ -47,12 +50,13 @@ def backward(
 
     - One float32 for each query. With clamped tables four more for rel_key and rel_bias, and four for rel_value; at the end a
       float32 copy of query for the gradient of rel_key, and of d_out for that of rel_value.
-    - float32 sums for the gradient of the query, if not all pairs of a head are in the workspace at once.
+    - float32 sums for the gradient of the query, if not all pairs of a head are in the workspace at once, and for what a table
+      without a row for every pair adds to it.
     - Each table's gradient in float32, once for each of the programs that share its sum (table_splits). Not if one
       program computes all of it.
-    - A workspace: 2 bytes (4 with float32 inputs) for each pair of a query and a key, and as many more with
-      rel_value, of as many heads or keys at a time as fit into TRITON_RELATTN_WORKSPACE bytes. If that is not set, the limit is
-      256 MiB, or as much as query, key and value take, or what keeps the GPU busy (planning.plan): linear in the length.
+    - A workspace: 2 bytes (4 with float32 inputs) for each pair of a query and a key that a table has a row for, and as many
+      more with rel_value, of as many heads or keys at a time as fit into TRITON_RELATTN_WORKSPACE bytes. If that is not set, the
+      limit is 256 MiB, or as much as query, key and value take, or what keeps the GPU busy (planning.plan): linear in the length.
 
     d_lse: None for zeros. softmax_stats, residual: the forward's. tiles: configurations by kernel, in place of the selected ones.
     """
@@ -108,13 +112,19 @@ def _backward(
     tensors, d_out, d_lse = with_aligned_operands(tensors), aligned(d_out), contiguous(d_lse)
     call = Call(tensors, spec, (out, d_out))
     launch_far_keys(call, tensors.key)
-    kernels = ("dkv", "dq", "dtable", *["dp2c"] * (tensors.rel_p2c is not None))
+    computes_again = call.coverage != "full"  # dq_kernel computes dS, and the workspace has only what lies near the table
+    kernels = ["dkv", "stored_dq", "dtable"] + ["dp2c"] * (tensors.rel_p2c is not None) + ["dq"] * computes_again
     tiles = {kernel: call.tile(kernel, (tiles or {}).get(kernel)) for kernel in kernels}
     step = query_step(8 * query.element_size())
-    tiles |= {kernel: shortened(tiles[kernel], spec.max_seqlen_q, step) for kernel in ("dq", "dtable")}
+    tiles |= {kernel: shortened(tiles[kernel], spec.max_seqlen_q, step) for kernel in ("stored_dq", "dtable")}
     needed = {name for name, gradient in gradients.items() if gradient is not None}
-    needs_query, needs_rows = bool(needed & {"query", "rel_query"}), bool(needed & {"rel_key", "rel_bias"})
-    needs_ds = needs_query or needs_rows or "rel_p2c" in needed
+    needs_query, needs_rows = needed & {"query", "rel_query"}, bool(needed & {"rel_key", "rel_bias"})
+    meets_table = "query" if tensors.rel_query is None else "rel_query"
+    # Of what stored_dq_kernel computes the gradient, or the table's part of it
+    from_stored = needs_query
+    if computes_again:
+        from_stored = needs_query & {meets_table} if tensors.rel_key is not None else set()
+    needs_ds = bool(from_stored) or needs_rows or "rel_p2c" in needed
     plan, ds, probs = planning.allocated(call, tensors, spec, tiles["dkv"], needs_ds, "rel_value" in needed)
 
     new = query.new_empty if tensors.cu_seqlens_q is None and plan.has_whole_heads else query.new_zeros
@@ -142,34 +152,13 @@ def _backward(
         num_queries=num_queries,
     )
 
-    far_sums = new_past_future(needs_rows or (tensors.rel_key is not None and needs_query), num_queries)
+    far_sums = new_past_future(needs_rows, num_queries)
     far_probs = new_past_future("rel_value" in needed, num_queries)
-    d_query, d_rel_query = gradients["query"], gradients["rel_query"]
-    if not plan.has_whole_heads:  # sums of several parts, in float32
-        d_query, d_rel_query = (
-            None if grad is None else torch.zeros_like(grad, dtype=torch.float32) for grad in (d_query, d_rel_query)
-        )
+    stored_dq = {name: gradients[name] for name in from_stored}
+    if computes_again or not plan.has_whole_heads:  # more is added
+        stored_dq = {name: new(gradients[name].shape, dtype=torch.float32) for name in from_stored}
     sums = TableSums(call, tensors, spec, gradients, tiles, plan) if needed.intersection(TABLES) else None
-    query_blocks = cdiv(spec.max_seqlen_q, tiles["dq"].block_m * step) * step
-
-    def launch_dq(
-        stored: torch.Tensor | None,
-        d_queries: torch.Tensor | None,
-        d_rel_queries: torch.Tensor | None,
-        sums_beyond: torch.Tensor | None,
-    ) -> None:
-        call.launch(
-            "dq",
-            dq_kernel,
-            tiles["dq"],
-            (query_blocks * plan.num_batch_heads(part),),
-            stored=strided(stored),
-            d_queries=strided(d_queries),
-            d_rel_queries=strided(d_rel_queries),
-            far_sums=strided(sums_beyond),
-            ADDS=not plan.has_whole_heads,
-            **stored_part,
-        )
+    query_blocks = cdiv(spec.max_seqlen_q, tiles["stored_dq"].block_m * step) * step
 
     def launch_dtable(vectors: torch.Tensor, stored: torch.Tensor | None, for_values: bool) -> None:
         call.launch(
@@ -204,11 +193,19 @@ def _backward(
             first_program=part.first_program,
             LAYOUT=plan.layout,
         )
-        # 3. dQ from dS; of keys beyond a clamped table sums of dS, and of P
-        if d_query is not None or d_rel_query is not None or far_sums is not None:
-            launch_dq(ds, d_query, d_rel_query, far_sums)
-        if far_probs is not None:
-            launch_dq(probs, None, None, far_probs)
+        # 3. dQ from dS, or the table's part of it
+        if from_stored:
+            call.launch(
+                "stored_dq",
+                stored_dq_kernel,
+                tiles["stored_dq"],
+                (query_blocks * plan.num_batch_heads(part),),
+                stored=strided(ds),
+                d_queries=strided(stored_dq.get("query")),
+                d_rel_queries=strided(stored_dq.get("rel_query")),
+                ADDS=not plan.has_whole_heads,
+                **stored_part,
+            )
         # 4. The tables: rel_key and rel_bias from dS and the queries, rel_value from P and d_out, rel_p2c from dS and the keys
         if needs_rows:
             launch_dtable(call.rel_query, ds, for_values=False)
@@ -222,14 +219,28 @@ def _backward(
                 sums.key_grid(tiles["dp2c"].block_m),
                 stored=strided(ds),
                 d_rel_p2c=sums.partial("rel_p2c"),
-                MARGIN=sums.margin,
                 PER_HEAD=sums.per_head,
                 ADDS=sums.adds,
                 **stored_part,
             )
+    # 5. dQ from dS computed again; of keys beyond a clamped table sums of dS and P
+    if computes_again and (needs_query or far_sums is not None or far_probs is not None):
+        call.launch(
+            "dq",
+            dq_kernel,
+            tiles["dq"],
+            (cdiv(spec.max_seqlen_q, tiles["dq"].block_m) * call.num_sequences * heads,),
+            d_outs=strided(d_out),
+            d_queries=strided(gradients["query"]),
+            d_rel_queries=strided(gradients["rel_query"]),
+            table_parts=strided(stored_dq.get(meets_table)),
+            far_sums=strided(far_sums),
+            far_probs=strided(far_probs),
+            per_query=per_query,
+        )
     if sums is not None:
         sums.add_up(tensors.key, d_out, far_sums, far_probs, far_key_sums)
-    for name, total in (("query", d_query), ("rel_query", d_rel_query)):
-        if total is not None and total is not gradients[name]:
+    for name, total in stored_dq.items():
+        if not computes_again and total is not gradients[name]:
             gradients[name].copy_(total)
     return tuple(gradients.values())

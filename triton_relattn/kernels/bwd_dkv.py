@@ -25,7 +25,7 @@ from .tile.key_terms import (
 from .tile.masking import FAR, NEAR, exists, first_part, keep_mask, locate, loop_position, part_range, query_range, stop_part
 from .tile.scores import LN_2, exponent_scale, load_softmax_stats, probabilities, score_gradients, tile_scores
 from .tile.table import reached_table
-from .workspace.stored import first_column_key, store_tile
+from .workspace.stored import first_column_key, store_tile, window_in_table
 
 
 @triton.jit(do_not_specialize=["first_program", "first", "last", "num_heads"])
@@ -48,8 +48,8 @@ def dkv_kernel(
 ):
     """Compute d_key and d_value of BLOCK_N keys of one head; either may be None. per_query is as delta_kernel left it.
 
-    ds and stored_probs, [1, heads, Nq, columns] or None: the workspace for dS and for the probabilities that dropout keeps; see
-    stored.py.
+    ds and stored_probs, [1, heads, Nq, columns] or None: the workspace for dS and for the probabilities that dropout keeps, of
+    all pairs or (LAYOUT.only_near) those near the table; see stored.py.
 
     Grid: a part of (key blocks * batch * key heads,), key blocks fastest, from first_program on: whole heads, or some blocks of
     one head. With a causal mask the first blocks have the longest loops.
@@ -59,6 +59,9 @@ def dkv_kernel(
     num_blocks = tl.cdiv(common.sequences.max_seqlen_k, TILE.block_n)
     program = tl.program_id(0) + first_program
     STORES: tl.constexpr = ds is not None or stored_probs is not None
+    window = common.window
+    if LAYOUT.only_near:
+        window = window_in_table(window, first, last)
     block = program % num_blocks
     key_head = program // num_blocks % (num_heads // SHAPE.group)
     place = locate(common.sequences, common.window, program // num_blocks // (num_heads // SHAPE.group))
@@ -157,10 +160,11 @@ def dkv_kernel(
                     else:
                         d_probs = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
                     d_probs = tile_scores(d_out, value, d_probs, TILE)
-                if STORES:
-                    column = key_start - first_column_key(row_start, place.query_offset, part_start, common.window, LAYOUT)
+                IS_STORED: tl.constexpr = STORES and (PART == NEAR or not LAYOUT.only_near)
+                if IS_STORED:
+                    column = key_start - first_column_key(row_start, place.query_offset, part_start, window, LAYOUT)
                 kept_probs = (probs if common.dropout.seed is None else tl.where(keep, probs, 0.0)).to(d_out.dtype)
-                if stored_probs is not None:
+                if IS_STORED and stored_probs is not None:
                     probs_matrix = head_matrix(stored_probs, 0, bh, 0, False)
                     store_tile(probs_matrix, kept_probs, row_start, tile_m, valid_m, column, TILE, LAYOUT)
                 # dV += P^T dO. This product stands between those of dP and dK: the matrix units have work while dS is computed.
@@ -175,7 +179,7 @@ def dkv_kernel(
                     if common.scaling.softcap is not None:
                         d_scores *= slope
                     d_scores = d_scores.to(query.dtype)
-                    if ds is not None:
+                    if IS_STORED and ds is not None:
                         store_tile(head_matrix(ds, 0, bh, 0, False), d_scores, row_start, tile_m, valid_m, column, TILE, LAYOUT)
                     if inputs.rel_p2c is not None:
                         d_scores = in_natural_order(d_scores, TILE)

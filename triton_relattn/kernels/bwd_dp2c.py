@@ -14,7 +14,7 @@ from .tile.addressing import head_matrix, load_rows, store_rows
 from .tile.key_terms import keys_at, near_queries, rotate_columns
 from .tile.masking import exists, locate, visible
 from .tile.scores import rel_unit
-from .workspace.stored import first_column_key, stored_part, table_bh_range
+from .workspace.stored import first_column_key, stored_part, table_bh_range, window_in_table
 
 
 @triton.jit(do_not_specialize=["first_program", "stop_program", "first", "last", "num_heads"])
@@ -31,26 +31,28 @@ def dp2c_kernel(
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
     LAYOUT: tl.constexpr,
-    MARGIN: tl.constexpr,
     PER_HEAD: tl.constexpr,
     ADDS: tl.constexpr,
 ):
     """Compute partial sums [splits, heads or 1, R, D] of BLOCK_M rows of rel_p2c's gradient; arguments are as of dtable_kernel.
 
-    MARGIN: beyond a clamped table there are queries that dkv_kernel does not count as far. They are summed by distance in so many
-    more rows on either side.
+    LAYOUT.margin: beyond a clamped table there are queries that dkv_kernel does not count as far. They are summed by distance in
+    so many more rows on either side.
 
     Grid: (row blocks * table heads, splits), row blocks fastest; a program takes every splits-th block of keys of all heads that
     use its table.
     """
-    num_blocks = tl.cdiv(last - first + 1 + 2 * MARGIN, TILE.block_m)
-    highest = last + MARGIN - tl.program_id(0) % num_blocks * TILE.block_m  # relative position of the first row; they fall
+    num_blocks = tl.cdiv(last - first + 1 + 2 * LAYOUT.margin, TILE.block_m)
+    highest = last + LAYOUT.margin - tl.program_id(0) % num_blocks * TILE.block_m  # relative position of the first row; they fall
     table_head = tl.program_id(0) // num_blocks if PER_HEAD else 0
     split, num_splits = tl.program_id(1), tl.num_programs(1)
     tile_m = tl.arange(0, TILE.block_m)
     tile_n = tl.arange(0, TILE.block_n)
     acc = tl.full([TILE.block_m, SHAPE.block_d], 0.0, tl.float32)
     first_bh, stop_bh, first_key, stop_key = stored_part(first_program, stop_program, common.sequences, LAYOUT, SHAPE.group)
+    window = common.window
+    if LAYOUT.only_near:
+        window = window_in_table(window, first, last)
 
     bh_start, bh_step = table_bh_range(table_head, first_bh, num_heads, PER_HEAD)
     for bh in tl.range(bh_start, stop_bh, bh_step):
@@ -67,11 +69,11 @@ def dp2c_kernel(
             is_visible = visible(offs_m, offs_n[None, :], place, common.window) & valid_n[None, :]
             start_m, stop_m = 0, place.num_queries
             if TILE.coverage == "clamp":
-                start_m, stop_m = near_queries(offs_n[None, :], first, last, place, LAYOUT, TILE)
+                start_m, stop_m = near_queries(offs_n[None, :], first, last, place, LAYOUT)
             is_visible = is_visible & (offs_m >= start_m) & (offs_m < stop_m)
             # Numbers of positions below those of the rows may lie before the workspace's first.
-            is_visible = is_visible & (offs_n[None, :] - offs_m >= place.query_offset + first - MARGIN)
-            columns = offs_n[None, :] - first_column_key(offs_m, place.query_offset, first_key, common.window, LAYOUT)
+            is_visible = is_visible & (offs_n[None, :] - offs_m >= place.query_offset + first - LAYOUT.margin)
+            columns = offs_n[None, :] - first_column_key(offs_m, place.query_offset, first_key, window, LAYOUT)
             # Numbers of hidden pairs may never have been stored.
             d_tile = tl.load(matrix[0] + (offs_m * matrix[1] + columns), mask=is_visible, other=0.0)
             key = load_rows(head_keys, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
@@ -79,6 +81,6 @@ def dp2c_kernel(
             acc = tl.dot(rotate_columns(d_tile, TILE), key, acc, input_precision=TILE.precision)
 
     acc *= rel_unit(common.scaling)
-    row, valid = highest - first + MARGIN, highest - tile_m >= first - MARGIN
+    row, valid = highest - first + LAYOUT.margin, highest - tile_m >= first - LAYOUT.margin
     d_rel_p2c = head_matrix(d_rel_p2c, split, table_head, 0, SHAPE.wide_index)
     store_rows(d_rel_p2c, row, -tile_m, valid, acc, SHAPE.head_dim, SHAPE.block_d, ADDS)

@@ -1,148 +1,220 @@
-"""Backward, third kernel: the gradient of the query from the dS that the dkv kernel has stored.
+"""Backward, last kernel of calls whose table does not have a row for every pair: the gradient of the query, without stored dS.
 
-    d_query_i = scale (sum_j dS[i, j] k_j + sum_r dS[i, i + r] E[r])
+    P = exp(logits - lse)     dP = dO V^T     dS = P (dP - delta)     dQ = scale dS K
 
-A program owns a block of queries and loops over their keys and relative positions side by side: two products, of dS [M, N] with
-keys [N, D], and of dS along the diagonals [M, N] with rows of the table [N, D] (bwd_dtable.py explains how a tile is read along
-them). Each dS is read twice, the second time from L2. Keys beyond a clamped table have its first or last row: their dS are
-summed for each query, which the gradient of the table needs as well.
+A program owns a block of queries and loops over their keys, as the forward does, and computes P and dS again, as FlashAttention
+does. What the table adds to dQ, stored_dq_kernel has computed from dS near the table. Keys beyond a clamped table have its first
+or last row: their dS are summed for each query, which the gradient of the table needs as well, and for rel_value their P.
 """
 
 import triton
 import triton.language as tl
 
-from .logits import score_table
-from .tile.addressing import head_matrix, load_rows, side_vector, store_rows
-from .tile.masking import exists, first_key, last_key, locate
-from .tile.scores import LN_2, rel_unit
-from .tile.table import add_end_rows, reached_positions, reached_table, table_rows
-from .workspace.stored import first_column_key, load_tile, query_step, readable_keys, stored_part
+from .logits import Keys, Queries, key_table, relative_terms, score_table, tile_logits, value_table
+from .tile.addressing import (
+    head_matrix,
+    key_order,
+    load_queries,
+    load_rows,
+    row_vector,
+    side_vector,
+    store_past_future,
+    store_rows,
+)
+from .tile.band import blocks_before, next_terms
+from .tile.key_terms import natural_keys
+from .tile.masking import (
+    FAR,
+    NEAR,
+    exists,
+    first_part,
+    keep_mask,
+    key_range,
+    locate_queries,
+    loop_position,
+    part_range,
+    stop_part,
+)
+from .tile.scores import (
+    LN_2,
+    exponent_scale,
+    lane_consistent,
+    load_softmax_stats,
+    probabilities,
+    rel_unit,
+    score_gradients,
+    tile_scores,
+)
+from .tile.table import add_end_rows, add_far_tile, reached_positions
 
 
-@triton.jit(do_not_specialize=["first_program", "stop_program", "first", "last", "num_heads"])
+@triton.jit
+def load_past_future(tensor, place, head, offs_m, valid_m):
+    """Load two numbers of each query, [M], from a (B, H, 2, Nq) tensor."""
+    past = tl.load(side_vector(tensor, place.entry, head, 0, place.query_start) + offs_m, mask=valid_m, other=0.0)
+    future = tl.load(side_vector(tensor, place.entry, head, 1, place.query_start) + offs_m, mask=valid_m, other=0.0)
+    return past, future
+
+
+@triton.jit
+def add_beyond(past, future, tile, offs_m, offs_n, is_past, first, last, place, PART: tl.constexpr):
+    """Add the sums of a tile [M, N] over keys before the table, and over keys behind it, to past and future [M]."""
+    if PART == FAR:
+        return add_far_tile(past, future, tile, is_past)
+    else:
+        position = offs_n[None, :] - place.query_offset - offs_m[:, None]
+        past += tl.sum(tl.where(position < first, tile, 0.0), axis=1)
+        return past, future + tl.sum(tl.where(position > last, tile, 0.0), axis=1)
+
+
+@triton.jit(do_not_specialize=["first", "last", "num_heads"])
 def dq_kernel(
     inputs,
-    stored,
+    d_outs,
     d_queries,
     d_rel_queries,
+    table_parts,
     far_sums,
-    first_program,
-    stop_program,
+    far_probs,
+    per_query,
     common,
     first,
     last,
     num_heads,
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    ADDS: tl.constexpr,
 ):
-    """Compute d_query and d_rel_query of BLOCK_M queries of one head from stored, dS [1, heads, Nq, columns], and far_sums
-    [B, H, 2, Nq], the sums of what is stored of the keys before and behind a clamped table. Each of the three may be None.
+    """Compute d_query and d_rel_query of BLOCK_M queries of one head, and far_sums and far_probs [B, H, 2, Nq]: sums of dS, and
+    of the probabilities that dropout keeps, over the keys before and behind a clamped table. Each may be None.
 
-    first_program, stop_program: the programs of the dkv kernel whose pairs the workspace has. ADDS: results are float32, and are
-    added to what is there: other programs have other keys of the same queries.
+    table_parts [B, H, Nq, Dr]: what stored_dq_kernel has computed; added to d_rel_query, or without rel_query to d_query.
+    per_query is as delta_kernel left it.
 
-    Queries of a block lie query_step. Grid: (query blocks * heads in the workspace,), query blocks fastest.
+    Grid: (query blocks * batch * heads,), query blocks fastest.
     """
-    STEP: tl.constexpr = query_step(stored[0].dtype.element_ty.primitive_bitwidth)
-    num_blocks = tl.cdiv(common.sequences.max_seqlen_q, TILE.block_m * STEP) * STEP
-    block = tl.program_id(0) % num_blocks
-    if common.window[1] is not None:
-        block = num_blocks - 1 - block  # the longest loops first
-    number = tl.program_id(0) // num_blocks
-    first_bh, _, stored_first, stored_stop = stored_part(first_program, stop_program, common.sequences, LAYOUT, SHAPE.group)
-    head = (first_bh + number) % num_heads
-    place = locate(common.sequences, common.window, (first_bh + number) // num_heads)
-    row_start = block // STEP * (TILE.block_m * STEP)
+    VALUE_TILE: tl.constexpr = TILE.value_tile
+    row_start, head, place = locate_queries(common.sequences, common.window, num_heads, TILE.block_m)
     if common.sequences.cu_seqlens_q is not None:
         if row_start >= place.num_queries:
             return
-    rows = block % STEP + tl.arange(0, TILE.block_m) * STEP
-    tile_n = tl.arange(0, TILE.block_n)
-    offs_m = row_start + rows
+
+    # The block's queries [M, D], what rel_key meets [M, Dr], and dO [M, Dv]
+    tile_m = tl.arange(0, TILE.block_m)
+    offs_m = row_start + tile_m
+    tile_n = key_order(TILE)
     valid_m = offs_m < place.num_queries
-    low, high = readable_keys(offs_m, place, common.window, stored_first, stored_stop, STEP)
-    matrix = head_matrix(stored, 0, number, 0, False)
-    column_keys = first_column_key(offs_m, place.query_offset, stored_first, common.window, LAYOUT)
+    keys = head_matrix(inputs.key, place.entry, head // SHAPE.group, place.key_start, SHAPE.wide_index)
+    values = head_matrix(inputs.value, place.entry, head // SHAPE.group, place.key_start, SHAPE.wide_index)
+    query, rel_query = load_queries(inputs, place, head, row_start, tile_m, valid_m, SHAPE)
+    d_outs = head_matrix(d_outs, place.entry, head, place.query_start, SHAPE.wide_index)
+    d_out = load_rows(d_outs, row_start, tile_m, valid_m, SHAPE.value_dim, SHAPE.block_dv)
+    mask = None if inputs.attn_mask is None else head_matrix(inputs.attn_mask, place.entry, head, 0, True)
+    row_max, log_sum = load_softmax_stats(per_query.softmax_stats, place, head, offs_m, valid_m)
+    delta = tl.load(row_vector(per_query.deltas, place.entry, head, place.query_start) + offs_m, mask=valid_m, other=0.0)
 
-    # Along the keys: those that the queries see and the workspace has
-    last_query = tl.minimum(row_start + TILE.block_m * STEP, place.num_queries) - 1
-    WANTS_BAND: tl.constexpr = (
-        inputs.rel_key is not None and (d_queries if inputs.rel_query is None else d_rel_queries) is not None
-    )
-    # Both products add to one sum, if it has one unit.
-    HAS_ONE_SUM: tl.constexpr = d_queries is not None and inputs.rel_query is None and common.scaling.rel_scale is None
-    iterations = 0
-    if d_queries is not None or far_sums is not None:
-        start_key = first_key(row_start, place, common.window, TILE.block_n)
-        start_key = tl.maximum(start_key, stored_first // TILE.block_n * TILE.block_n)
-        stop_key = tl.minimum(last_key(last_query, place, common.window), stored_stop)
-        iterations = tl.cdiv(tl.maximum(stop_key - start_key, 0), TILE.block_n)
-    if d_queries is not None:
-        acc = tl.full([TILE.block_m, SHAPE.block_d], 0.0, tl.float32)
-        keys_matrix = head_matrix(inputs.key, place.entry, head // SHAPE.group, place.key_start, SHAPE.wide_index)
-    if far_sums is not None:
-        past = tl.full([TILE.block_m], 0.0, tl.float32)
-        future = past
-    # Along the diagonals: the relative positions that the table has rows for
-    if WANTS_BAND:
-        rel_acc = tl.full([TILE.block_m, SHAPE.block_dr], 0.0, tl.float32)
-        lowest, highest = reached_positions(row_start, last_query, place, common.window)
-        whole_table = score_table(inputs, common, head, first, last, SHAPE, TILE)
-        table = reached_table(whole_table, lowest, highest, TILE)
-        # dS at the first position of a tile begin at multiples of 16 bytes.
-        start_position = tl.maximum(lowest, first)
-        start_position -= (block % STEP + place.query_offset + start_position) & (STEP - 1)
-        num_positions = tl.maximum(tl.minimum(highest, last) + 1 - start_position, 0)
-        iterations = tl.maximum(iterations, tl.cdiv(num_positions, TILE.block_n))
+    # The keys that they see, and of these the near ones, for which the table has rows
+    last_query = tl.minimum(row_start + TILE.block_m, place.num_queries) - 1
+    key_first, key_stop, near_start, near_stop = key_range(row_start, last_query, first, last, place, common.window, TILE)
 
-    for iteration in tl.range(iterations):
-        # d_query += dS [M, N], read along the diagonals, @ E [N, Dr]
-        if WANTS_BAND:
-            relative = start_position + iteration * TILE.block_n
-            d_band = load_tile(matrix, offs_m, offs_m + (place.query_offset + relative), column_keys, low, high, TILE.block_n)
-            band_rows = table_rows(table, relative, TILE)
-            # [M, N] @ [N, Dr] -> [M, Dr]
-            if HAS_ONE_SUM:
-                acc = tl.dot(d_band, band_rows, acc, input_precision=TILE.precision)
+    # The head's tables, and what keys beyond a clamped one add to scores and to dP
+    HAS_TERM: tl.constexpr = TILE.has_matrix or TILE.has_bias
+    IS_CLAMPED: tl.constexpr = TILE.coverage == "clamp"
+    table = score_table(inputs, common, head, first, last, SHAPE, TILE)
+    keys_table = key_table(inputs, common, head, first, last, SHAPE, TILE)
+    if HAS_TERM and IS_CLAMPED:
+        far_past, far_future = load_past_future(per_query.far_scores, place, head, offs_m, valid_m)
+    if inputs.rel_value is not None:
+        values_table = value_table(inputs, head, first, last, SHAPE)
+        if IS_CLAMPED:
+            past_value, future_value = load_past_future(per_query.far_values, place, head, offs_m, valid_m)
+
+    acc = tl.full([TILE.block_m, SHAPE.block_d], 0.0, tl.float32)
+    past = tl.full([TILE.block_m], 0.0, tl.float32)
+    future, past_probs, future_probs = past, past, past
+    scale = exponent_scale(common.scaling, mask)
+
+    for PART in tl.static_range(first_part(TILE), stop_part(TILE)):
+        start, stop = part_range(PART, key_first, key_stop, near_start, near_stop)
+        relative = start - row_start - place.query_offset
+        # From tile to tile goes what the next one needs of the table blocks so far (band.py).
+        carried, keys_carried, values_carried = 0, 0, 0
+        if PART == NEAR and TILE.has_matrix and TILE.carry is not None:
+            carried = blocks_before(rel_query, table, relative, TILE)
+        if PART == NEAR and inputs.rel_value is not None and TILE.carry is not None:
+            values_carried = blocks_before(d_out, values_table, relative, VALUE_TILE)
+
+        for position in tl.range(start, stop, TILE.block_n):
+            key_start = loop_position(PART, position, near_start, near_stop, TILE)
+            offs_n = key_start + tile_n
+            valid_n = exists(offs_n, place, common.window)
+            relative = key_start - row_start - place.query_offset  # of the tile's first key to its first query
+            is_past = key_start < near_start
+            natural, far_term = query, 0
+            if PART == NEAR and inputs.rel_p2c is not None:
+                natural = natural_keys(keys, key_start, place, common.window, TILE, SHAPE)
+            if PART == FAR and HAS_TERM and IS_CLAMPED:
+                far_term = tl.where(is_past, far_past, far_future)
+            # P = exp(S - lse) [M, N], S the forward's logits: the relative terms, and Q K^T added to them
+            tile_queries = Queries(rel_query, table, far_term, offs_m, valid_m)
+            tile_keys = Keys(natural, keys_table, inputs.far_keys, offs_n, valid_n)
+            terms, carried, keys_carried = relative_terms(
+                tile_queries, tile_keys, carried, keys_carried, relative, is_past, place, head, PART, TILE
+            )
+            key = load_rows(keys, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
+            scores, is_visible, slope = tile_logits(query, key, terms, tile_queries, tile_keys, mask, place, common, False, TILE)
+            probs = probabilities(scores, is_visible, scale, row_max, log_sum)
+            keep = None
+            if common.dropout.seed is not None:
+                keep = keep_mask(common.dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
+            # dP = dO V^T [M, N], and dO times the rows of rel_value along the diagonals
+            if PART == NEAR and inputs.rel_value is not None:
+                d_probs, values_carried = next_terms(d_out, values_table, values_carried, relative, VALUE_TILE)
+            elif inputs.rel_value is not None and IS_CLAMPED:
+                far_value = tl.where(is_past, past_value, future_value)
+                d_probs = tl.broadcast_to(far_value[:, None], (TILE.block_m, TILE.block_n))
             else:
-                rel_acc = tl.dot(d_band, band_rows, rel_acc, input_precision=TILE.precision)
-        # d_query += dS [M, N] @ K [N, D]; sums of dS over the keys beyond a clamped table [M]
-        if d_queries is not None or far_sums is not None:
-            key_start = start_key + iteration * TILE.block_n
-            d_scores = load_tile(matrix, offs_m, key_start, column_keys, low, high, TILE.block_n)
+                d_probs = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
+            value = load_rows(values, key_start, tile_n, valid_n, SHAPE.value_dim, SHAPE.block_dv)
+            d_probs = tile_scores(d_out, value, d_probs, TILE)
+            # [M, N]: dS = P (dP - delta)
+            d_scores = score_gradients(probs, d_probs, delta, is_visible, keep, common, inputs.rel_value is not None)
+            if common.scaling.softcap is not None:
+                d_scores *= slope
+            # Sums over the keys beyond a clamped table
+            if HAS_TERM and IS_CLAMPED:
+                past, future = add_beyond(past, future, d_scores, offs_m, offs_n, is_past, first, last, place, PART)
+            if far_probs is not None:
+                kept_probs = probs if common.dropout.seed is None else tl.where(keep, probs, 0.0)
+                past_probs, future_probs = add_beyond(
+                    past_probs, future_probs, kept_probs, offs_m, offs_n, is_past, first, last, place, PART
+                )
+            # dQ += dS K
             if d_queries is not None:
-                valid_n = exists(key_start + tile_n, place, common.window)
-                key = load_rows(keys_matrix, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
                 # [M, N] @ [N, D] -> [M, D]
-                acc = tl.dot(d_scores, key, acc, input_precision=TILE.precision)
-            if far_sums is not None:
-                position = (key_start - place.query_offset) + tile_n[None, :] - offs_m[:, None]
-                past += tl.sum(tl.where(position < first, d_scores.to(tl.float32), 0.0), axis=1)
-                future += tl.sum(tl.where(position > last, d_scores.to(tl.float32), 0.0), axis=1)
+                acc = tl.dot(d_scores.to(key.dtype), key, acc, input_precision=TILE.precision)
 
-    # Keys beyond a clamped table have its first or last row. Units, and store.
-    if far_sums is not None:
-        if WANTS_BAND:
-            if HAS_ONE_SUM:
-                acc = add_end_rows(acc, past, future, whole_table, lowest, highest, TILE)
-            else:
-                rel_acc = add_end_rows(rel_acc, past, future, whole_table, lowest, highest, TILE)
-        past_pointers = side_vector(far_sums, place.entry, head, 0, place.query_start) + offs_m
-        future_pointers = side_vector(far_sums, place.entry, head, 1, place.query_start) + offs_m
-        if ADDS:
-            past += tl.load(past_pointers, mask=valid_m, other=0.0)
-            future += tl.load(future_pointers, mask=valid_m, other=0.0)
-        tl.store(past_pointers, past, mask=valid_m)
-        tl.store(future_pointers, future, mask=valid_m)
+    # Keys beyond a clamped table have its first or last row. The table's part, units, and store.
+    if HAS_TERM and IS_CLAMPED:
+        past, future = lane_consistent(past, TILE.block_n), lane_consistent(future, TILE.block_n)
+        if far_sums is not None:
+            store_past_future(far_sums, place.entry, head, place.query_start, offs_m, valid_m, past, future)
+    if far_probs is not None:
+        past_probs, future_probs = lane_consistent(past_probs, TILE.block_n), lane_consistent(future_probs, TILE.block_n)
+        store_past_future(far_probs, place.entry, head, place.query_start, offs_m, valid_m, past_probs, future_probs)
     if d_queries is not None:
-        if WANTS_BAND and inputs.rel_query is None and not HAS_ONE_SUM:
-            acc += rel_acc * tl.cast(common.scaling.rel_scale, tl.float32)
         acc *= tl.cast(common.scaling.base_2_scale, tl.float32) * LN_2
+    if table_parts is not None:
+        parts = head_matrix(table_parts, place.entry, head, place.query_start, SHAPE.wide_index)
+        rel_acc = load_rows(parts, row_start, tile_m, valid_m, SHAPE.rel_dim, SHAPE.block_dr)
+        if IS_CLAMPED:
+            lowest, highest = reached_positions(row_start, last_query, place, common.window)
+            unit = rel_unit(common.scaling)
+            rel_acc = add_end_rows(rel_acc, past * unit, future * unit, table, lowest, highest, TILE)
+        if d_rel_queries is None:
+            acc += rel_acc
+        else:
+            d_rel_queries = head_matrix(d_rel_queries, place.entry, head, place.query_start, SHAPE.wide_index)
+            store_rows(d_rel_queries, row_start, tile_m, valid_m, rel_acc, SHAPE.rel_dim, SHAPE.block_dr)
+    if d_queries is not None:
         d_queries = head_matrix(d_queries, place.entry, head, place.query_start, SHAPE.wide_index)
-        store_rows(d_queries, row_start, rows, valid_m, acc, SHAPE.head_dim, SHAPE.block_d, ADDS)
-    if d_rel_queries is not None:
-        rel_acc *= rel_unit(common.scaling)
-        d_rel_queries = head_matrix(d_rel_queries, place.entry, head, place.query_start, SHAPE.wide_index)
-        store_rows(d_rel_queries, row_start, rows, valid_m, rel_acc, SHAPE.rel_dim, SHAPE.block_dr, ADDS)
+        store_rows(d_queries, row_start, tile_m, valid_m, acc, SHAPE.head_dim, SHAPE.block_d)

@@ -38,7 +38,16 @@ import triton.language as tl
 from .tile.addressing import head_matrix, load_rows, row_vector, store_rows
 from .tile.masking import locate
 from .tile.scores import rel_unit
-from .workspace.stored import first_column_key, load_tile, program_rows, query_step, readable_keys, stored_part, table_bh_range
+from .workspace.stored import (
+    first_column_key,
+    load_tile,
+    program_rows,
+    query_step,
+    readable_keys,
+    stored_part,
+    table_bh_range,
+    window_in_table,
+)
 
 
 @triton.jit
@@ -106,6 +115,9 @@ def dtable_kernel(
     stop_key = tl.minimum(stop_key, common.sequences.max_seqlen_k)
     bh_start, bh_step = table_bh_range(table_head, first_bh, num_heads, PER_HEAD)
     num_bh = tl.cdiv(tl.maximum(stop_bh - bh_start, 0), bh_step)
+    window = common.window
+    if LAYOUT.only_near:
+        window = window_in_table(window, first, last)
 
     for pass_number in tl.range(STEP):
         relative = first_position - pass_number
@@ -137,8 +149,8 @@ def dtable_kernel(
             offs_m = block_start + offset + tile_m * STEP
             valid_m = offs_m < place.num_queries
             # band [M, N] = dS[i, i + r]. Hidden pairs may never have been stored, and in a band have no place: they are 0.
-            key_low, key_high = readable_keys(offs_m, place, common.window, first_key, stop_key, STEP)
-            column_keys = first_column_key(offs_m, place.query_offset, first_key, common.window, LAYOUT)
+            key_low, key_high = readable_keys(offs_m, place, window, first_key, stop_key, STEP)
+            column_keys = first_column_key(offs_m, place.query_offset, first_key, window, LAYOUT)
             matrix = head_matrix(stored, 0, bh - first_bh, 0, False)
             band = load_tile(matrix, offs_m, offs_m + shift, column_keys, key_low, key_high, TILE.block_n)
             if d_biases is not None:

@@ -34,6 +34,7 @@ from .forward import forward
 GRADIENTS = {
     "forward": (),
     "dkv": ("key", "value"),
+    "stored_dq": ("query", "rel_query"),
     "dq": ("query", "rel_query"),
     "dtable": ("rel_key", "rel_value", "rel_bias"),
     "dp2c": ("rel_p2c",),
@@ -100,7 +101,7 @@ def tune(
     found = []
     with torch.no_grad():
         tensors, spec = validation.resolve(Arguments(query, key, value, rel_key, **arguments))
-        for kernel in kernels_of(tensors):
+        for kernel in kernels_of(tensors, Call(tensors, spec).coverage):
             found.append(_tune(kernel, tensors, spec, most, path))
             if report is not None:
                 report(found[-1])
@@ -115,10 +116,16 @@ def profile_of(device: torch.device) -> Path:
     return path
 
 
-def kernels_of(tensors: AttentionTensors) -> list[str]:
-    """Return the kernels of KERNELS that a call and its backward launch, first to last."""
-    given = {"dtable": (tensors.rel_key, tensors.rel_bias, tensors.rel_value), "dp2c": (tensors.rel_p2c,)}
-    return [kernel for kernel in KERNELS if any(table is not None for table in given.get(kernel, (tensors.query,)))]
+def kernels_of(tensors: AttentionTensors, coverage: str) -> list[str]:
+    """Return the kernels of KERNELS that a call and its backward launch, first to last. coverage: of its tables (Call)."""
+    is_full = coverage == "full"
+    launches = {
+        "stored_dq": is_full or tensors.rel_key is not None,
+        "dtable": any(table is not None for table in (tensors.rel_key, tensors.rel_bias, tensors.rel_value)),
+        "dp2c": tensors.rel_p2c is not None,
+        "dq": not is_full,
+    }
+    return [kernel for kernel in KERNELS if launches.get(kernel, True)]
 
 
 def _tune(kernel: str, tensors: AttentionTensors, spec: AttentionSpec, most: int, path: Path) -> Tuned:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from .architectures import architecture_of
 
-KERNELS = ("forward", "dkv", "dq", "dtable", "dp2c")
-WITHOUT_BANDS = ("dq", "dtable")  # kernels whose block_m need not be block_n or twice that
+KERNELS = ("forward", "dkv", "stored_dq", "dtable", "dp2c", "dq")
+WITHOUT_BANDS = ("stored_dq", "dtable")  # kernels whose block_m need not be block_n or twice that
 READERS = (*WITHOUT_BANDS, "dp2c")  # kernels that read what the dkv kernel has stored, and so rotate nothing in registers
 MAX_BLOCK = 256
 MAX_THREADS = 1024  # of a program, on any GPU

@@ -179,8 +179,8 @@ def rotate_columns(tile, TILE: tl.constexpr):
 
 
 @triton.jit
-def near_queries(offs_n, first, last, place, LAYOUT: tl.constexpr, TILE: tl.constexpr):
+def near_queries(offs_n, first, last, place, LAYOUT: tl.constexpr):
     """Return (start, stop) of the queries that the dkv kernel takes for near to a key, with a clamped table."""
     key_start = offs_n // LAYOUT.block_n * LAYOUT.block_n
-    start, stop = near_keys(key_start, -last, -first, -place.query_offset, LAYOUT.block_n, LAYOUT.block_m, TILE)
+    start, stop = near_keys(key_start, -last, -first, -place.query_offset, LAYOUT.block_n, LAYOUT.block_m)
     return start, tl.minimum(stop, place.num_queries)

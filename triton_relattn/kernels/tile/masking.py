@@ -169,15 +169,13 @@ def stop_part(tile):
 
 
 @triton.jit
-def near_keys(row_start, first, last, query_offset, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr):
-    """Return (start, stop), multiples of BLOCK_N, of the near keys: in their tiles, the term differs from key to key.
+def near_keys(row_start, first, last, query_offset, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return (start, stop), multiples of BLOCK_N, of the near keys: their tiles have pairs that the table has rows for.
 
-    Tiles before start have only r <= first (clamp) or r < first (zero); tiles from stop on only r >= last or r > last. There
-    the term is one number per query, or nothing.
+    Tiles before start have only r < first, tiles from stop on only r > last. There the term is one number per query, or nothing.
     """
-    SLACK: tl.constexpr = 0 if TILE.coverage == "clamp" else 1
-    last_past = first + row_start + query_offset - (BLOCK_N - 1) - SLACK
-    first_future = last + row_start + (BLOCK_M - 1) + query_offset + SLACK
+    last_past = first + row_start + query_offset - BLOCK_N
+    first_future = last + row_start + BLOCK_M + query_offset
     start = tl.maximum(last_past + BLOCK_N, 0) // BLOCK_N * BLOCK_N
     stop = (tl.maximum(first_future, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
     return start, stop
@@ -197,7 +195,7 @@ def key_range(row_start, last_query, first, last, place, window, TILE: tl.conste
     near_start = key_first
     near_stop = key_first if TILE.coverage == "no table" else key_stop
     if TILE.coverage == "clamp" or TILE.coverage == "zero":
-        near_start, near_stop = near_keys(row_start, first, last, place.query_offset, TILE.block_m, TILE.block_n, TILE)
+        near_start, near_stop = near_keys(row_start, first, last, place.query_offset, TILE.block_m, TILE.block_n)
         near_start, near_stop = tl.maximum(near_start, key_first), tl.maximum(near_stop, key_first)
     return key_first, key_stop, near_start, near_stop
 
@@ -211,7 +209,7 @@ def query_range(key_start, first, last, place, window, TILE: tl.constexpr):
     near_stop = row_first if TILE.coverage == "no table" else row_stop
     if TILE.coverage == "clamp" or TILE.coverage == "zero":
         # As seen from the keys: the sign of j - i and the limits are exchanged.
-        near_start, near_stop = near_keys(key_start, -last, -first, -place.query_offset, TILE.block_n, TILE.block_m, TILE)
+        near_start, near_stop = near_keys(key_start, -last, -first, -place.query_offset, TILE.block_n, TILE.block_m)
         near_start, near_stop = tl.maximum(near_start, row_first), tl.maximum(near_stop, row_first)
     return row_first, row_stop, near_start, near_stop
 

@@ -1,13 +1,15 @@
 """The workspace of a backward: which pairs the dkv kernel stores, and in which parts.
 
-The dkv kernel stores dS, and with rel_value P, of each pair, rounded to the inputs' dtype as it multiplies them (stored.py). From
-these the other kernels compute the gradients of query and tables, with one product each. dS takes 2 bytes a pair, so the dkv
-kernel's programs run in parts, one part after the other through the same workspace, in a fixed order.
+The dkv kernel stores dS, and with rel_value P, of each pair that a table has a row for, rounded to the inputs' dtype as it
+multiplies them (stored.py). From these the other kernels compute the gradients of tables, and of the query the table's part or,
+with a row for every pair, all, with one product each. dS takes 2 bytes a pair, so the dkv kernel's programs run in parts, one
+part after the other through the same workspace, in a fixed order.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import os
 import warnings
 from typing import NamedTuple
@@ -18,6 +20,7 @@ from ..._core.spec import AttentionSpec, AttentionTensors
 from ..call import Call, cdiv
 from ..config import architectures
 from ..config.tile_config import TileConfig
+from ..tile.masking import clamp_margin
 from .stored import ALIGNMENT, Layout
 
 VARIABLE = "TRITON_RELATTN_WORKSPACE"
@@ -103,12 +106,17 @@ def plan(call: Call, tensors: AttentionTensors, spec: AttentionSpec, dkv: TileCo
     bytes_per_pair = tensors.query.element_size() * (1 + has_probs)
     max_bytes = workspace_limit() if max_bytes is None else max_bytes
 
-    # Columns: all keys, or if that is fewer a band of those in the windows of a block of queries.
-    columns = blocks * block_n
-    if spec.window_left >= 0 and spec.window_right >= 0:
-        window = spec.window_left + 1 + spec.window_right
+    # Columns: all keys, or if that is fewer a band of those in the windows of a block of queries (stored.window_in_table).
+    columns, only_near = blocks * block_n, call.coverage != "full"
+    margin = clamp_margin(dkv.block_m, block_n) if tensors.rel_p2c is not None and call.coverage == "clamp" else 0
+    left = spec.window_left if spec.window_left >= 0 else math.inf
+    right = spec.window_right if spec.window_right >= 0 else math.inf
+    if only_near:
+        left, right = min(left, -spec.first), min(right, spec.last)
+    if left + right < columns:
+        window = max(int(left + 1 + right), 0) + 2 * margin
         columns = min(columns, cdiv(window + dkv.block_m - 1 + ALIGNMENT.value - 1, 64) * 64)
-    layout = Layout(dkv.block_m, block_n, is_band=columns < blocks * block_n)
+    layout = Layout(dkv.block_m, block_n, columns < blocks * block_n, only_near, margin)
     if max_bytes is None:
         # One wave's blocks of keys, or the heads that these belong to, whose bands may take less.
         slots = multiprocessors * dkv.programs_at_once

@@ -12,7 +12,6 @@ from ..call import Call, cdiv
 from ..config import architectures
 from ..config.tile_config import TileConfig
 from ..operands import Strided, strided
-from ..tile.masking import clamp_margin
 from .planning import Plan
 from .stored import program_rows, query_step
 
@@ -55,7 +54,7 @@ class TableSums:
         table_heads = call.heads if self.per_head else 1
         self.num_rows = spec.last - spec.first + 1
         self.is_clamped = call.coverage == "clamp"
-        self.margin = clamp_margin(plan.layout.block_m, plan.layout.block_n) if self.is_clamped else 0
+        self.margin = plan.layout.margin
         step = query_step(8 * tensors.query.element_size())
         row_blocks = cdiv(self.num_rows, program_rows(tiles["dtable"].block_n, step))
         query_blocks = cdiv(spec.max_seqlen_q, tiles["dtable"].block_m * step)
