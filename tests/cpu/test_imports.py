@@ -137,7 +137,7 @@ def call(dtype=torch.float16, width=16, generation=8, compiled=False, **argument
     print("--")
 '''
 """A stand-in for a GPU, without memory. By default its calls run unchecked kernels and warn about that."""
-UNCHECKED = "RuntimeWarning the Triton kernels have not run on this kind of GPU"
+UNCHECKED = "RuntimeWarning the Triton kernels have not been checked on this GPU"
 WIDEST = int(re.findall(r"\| up to (\d+) each", (ROOT / "docs" / "usage.md").read_text())[0])
 NOT_FOR_KERNELS = {
     'sys.modules["triton"] = None': ("", "the package triton is not installed"),

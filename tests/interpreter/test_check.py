@@ -90,11 +90,6 @@ def warned() -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-def test_a_kind_of_gpu_that_has_passed_gets_no_warning(a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    assert warned() == []
-
-
 def test_a_check_ends_the_warning(a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A check ends the warning for this GPU and these versions; otherwise the warning is given once per process."""
     (message,) = warned()
