@@ -48,7 +48,7 @@ def test_cost_of_the_relative_term_in_the_backward() -> None:
     assert rows <= plain_rows  # two products beside three
     assert plain_rows + plain_columns < rows + columns + table <= 2 * (plain_rows + plain_columns)
     assert per_score("dkv", "sm_90", 64, "clamp")[1] <= 1.3 * plain_columns  # which does not prefetch
-    assert per_score("dq", "sm_90", 64, "clamp")[1] <= 1.3 * plain_rows
+    assert per_score("dq", "sm_90", 64, "clamp")[1] <= 1.4 * plain_rows  # which has no far term, and no sum over far keys
 
 
 @on_triton_3_7
