@@ -71,6 +71,7 @@ CALLS = (
         {"is_causal": True},
     ),
     Call("a row per distance, float32", {"rows": "all", "dtype": torch.float32}),
+    Call("no table", {}),
     Call("clipped distances, a table per head (Shaw)", {"rows": 33, "per_head": True}),
     Call(
         "a window of vectors for keys and values (VITS)",
