@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import io
 import math
 import os
 import re
@@ -23,6 +25,7 @@ from bench.cases.methods import ours
 from bench.measure import timing
 from bench.report.rows import in_one_line
 from triton_relattn.check import judge
+from triton_relattn.check import main as check_every_kind
 from triton_relattn.kernels.workspace import planning
 from triton_relattn.testing import Inputs
 
@@ -165,13 +168,17 @@ def differences(results: Callable[[], dict[str, torch.Tensor]], runs: int, deadl
 
 
 def kinds(options: argparse.Namespace, report: Report, deadline: float) -> None:
-    """Calls of every kind, by the package's own check."""
-    command = [sys.executable, "-m", "triton_relattn", "check"]
-    status, lines = report.run(command, deadline - time.monotonic())
+    """Calls of every kind, by the package's own check: in a process of its own, or in this one if that has the stub of a GPU."""
+    if options.stub:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            status: int | None = check_every_kind()
+        lines = printed.getvalue().splitlines()
+        report.say("\n".join(lines))
+    else:
+        command = [sys.executable, "-m", "triton_relattn", "check"]
+        status, lines = report.run(command, deadline - time.monotonic())
     last = "".join(lines[-1:]).strip()
-    if status == 2:
-        report.leave_out(last)
-        return
     report.skip(status is None)
     is_right = status in (0, None) and not any("FAILED" in line for line in lines)
     report.add(case="python -m triton_relattn check", status="ok" if is_right else "FAILED", message=last)

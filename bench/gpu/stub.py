@@ -25,7 +25,7 @@ from bench.compiled import selected_for
 from bench.measure import timing
 from tools.stub_gpu import stub_gpu
 from triton_relattn import _implementations as implementations
-from triton_relattn import grids
+from triton_relattn import check, grids, testing
 from triton_relattn.testing import Inputs
 
 from . import checks
@@ -39,6 +39,8 @@ class _OnTheCPU(TorchFunctionMode):
     """Give the CPU to whatever asks for a GPU."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.device:
+            return _moved(torch.device(*args, **(kwargs or {})))
         return function(*map(_moved, args), **{name: _moved(value) for name, value in (kwargs or {}).items()})
 
 
@@ -136,6 +138,10 @@ def without_a_gpu() -> Iterator[None]:
         (grids, "choose_implementation", chosen),
         (compiled, "can_run_triton", _returns(True)),
         (checks, "judge", _judged),
+        (check, "judge", _judged),
+        (check, "can_run_triton", _returns(True)),
+        (check, "remember_check", _returns(True)),
+        (testing, "assert_within_budget", _returns(None)),
         (Case, "inputs", lambda case, *_: case.empty()),
         (timing, "distance", _returns(0.0)),
         (timing, "FLUSH_BYTES", 1),
