@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     verb.add_argument(
         "--inputs", metavar="PACKAGE:FUNCTION", help="function of a length that returns the inputs (known for transformers)"
     )
-    verbs.add_parser("check", help="check the Triton kernels on this machine's GPU, a minute")
+    verbs.add_parser("check", help="check the Triton kernels on this machine's GPU, a few minutes")
     verb = verbs.add_parser("tune", help="time configurations of the kernels on this machine's GPU, and keep the fastest ones")
     shape_help = "batch, heads, length, width; kv: heads of key and value"
     verb.add_argument("--shape", type=sizes, required=True, metavar="b4,h12,n1500,d80", help=shape_help)

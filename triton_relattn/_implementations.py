@@ -345,7 +345,7 @@ def warn_unchecked(device: torch.device) -> None:
         "unchecked",
         "the Triton kernels have not been checked on this GPU. Earlier versions were tested on an H100 and an H200 (Triton 3.6), "
         "this one in an emulator of the compiled code and in Triton's interpreter. "
-        'Check them on this GPU: "python -m triton_relattn check" takes a minute and ends this warning. '
+        'Check them on this GPU: "python -m triton_relattn check" takes a few minutes and ends this warning. '
         'implementation="triton" uses them without it, implementation="blockwise" computes in plain PyTorch',
         stacklevel=5,
     )

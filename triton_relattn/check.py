@@ -1,4 +1,4 @@
-"""Correctness of the Triton kernels on this machine's GPU: ``python -m triton_relattn check``, a minute.
+"""Correctness of the Triton kernels on this machine's GPU: ``python -m triton_relattn check``, a few minutes.
 
 Calls of every kind, forward and backward, are compared with the dense reference in float64. An error may be a small multiple of
 the one that plain torch makes in the same precision (docs/numerics.md). A check that has passed is remembered for the GPU,
@@ -273,7 +273,7 @@ def main(device: str = "cuda", length: int = 1100, dtype: torch.dtype = torch.bf
         return 2
     print(
         f"Checking the Triton kernels on {torch.cuda.get_device_name() if device == 'cuda' else device}: a "
-        f"minute, mostly compiling."
+        f"few minutes, mostly compiling."
     )
     failed, started = 0, time.monotonic()
     for name, status, details in _rows(device, length, dtype):
