@@ -164,7 +164,7 @@ TILES: tuple[dict[str, tuple[Any, ...]], ...] = (
         "dp2c": (64, 32),
     },
 )
-"""Small tiles of the kernels: rows and columns, what the forward carries, and how rows are rotated."""
+"""Small tiles of the kernels: rows and columns, what the forward and the dq kernel carry, and how rows are rotated."""
 
 
 @contextmanager

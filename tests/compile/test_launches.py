@@ -101,7 +101,7 @@ class Recorded:
     def tile(self) -> TileConfig:
         tile = self["TILE"]
         assert tile.warps == self.num_warps and (tile.carry is None or self.name in ("forward", "dq"))
-        carry = tile.carry if self.name == "forward" else "scores"
+        carry = tile.carry if self.name in ("forward", "dq") else "scores"
         return TileConfig(tile.block_m, tile.block_n, tile.warps, self.num_stages, carry, tile.rotation, self.max_registers)
 
     def strided(self) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...]]]:
@@ -218,7 +218,7 @@ def check_workspace(call: Call, launches: list[Recorded]) -> None:
 
 def is_sum(launch: Recorded) -> bool:
     """Whether more is added to what the stored_dq kernel writes."""
-    return launch["ADDS"] or launch["LAYOUT"].only_near
+    return launch["ADDS"] or launch["TILE"].coverage != "full"
 
 
 def check_arguments(call: Call, launch: Recorded) -> None:

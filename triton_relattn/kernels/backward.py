@@ -1,11 +1,11 @@
 """The backward: the order of its kernels, of which those run that the wanted gradients need. minimal_backward.py has the idea.
 
 1. delta: rowsum(out * d_out) - d_lse of each query.
-2. dkv: dK and dV; with them dS = P * (dP - delta), and for rel_value P, of all pairs of some heads, to the workspace.
+2. dkv: dK and dV; with them dS = P * (dP - delta), and for rel_value P, of the pairs of some heads that a table has a row for, to
+   the workspace.
 3. stored_dq: dQ from dS, its product with the keys and, along the diagonals, with the table.
 4. dtable: the gradients of the tables from dS and P along the diagonals. dp2c: that of rel_p2c.
-5. dq, if there is not a row of a table for every pair (it is clipped, or there is none): then only pairs near the table are
-   stored, and this kernel computes dS of all pairs again, for the product with the keys.
+5. dq, unless a table has a row for every pair: recomputes dS, for its product with the keys.
 """
 
 from __future__ import annotations
@@ -112,18 +112,18 @@ def _backward(
     tensors, d_out, d_lse = with_aligned_operands(tensors), aligned(d_out), contiguous(d_lse)
     call = Call(tensors, spec, (out, d_out))
     launch_far_keys(call, tensors.key)
-    computes_again = call.coverage != "full"  # dq_kernel computes dS, and the workspace has only what lies near the table
-    kernels = ["dkv", "stored_dq", "dtable"] + ["dp2c"] * (tensors.rel_p2c is not None) + ["dq"] * computes_again
+    recomputes_ds = call.coverage != "full"  # in dq_kernel; the workspace has only pairs near the table
+    kernels = ["dkv", "stored_dq", "dtable"] + ["dp2c"] * (tensors.rel_p2c is not None) + ["dq"] * recomputes_ds
     tiles = {kernel: call.tile(kernel, (tiles or {}).get(kernel)) for kernel in kernels}
     step = query_step(8 * query.element_size())
     tiles |= {kernel: shortened(tiles[kernel], spec.max_seqlen_q, step) for kernel in ("stored_dq", "dtable")}
     needed = {name for name, gradient in gradients.items() if gradient is not None}
-    needs_query, needs_rows = needed & {"query", "rel_query"}, bool(needed & {"rel_key", "rel_bias"})
+    query_gradients, needs_rows = needed & {"query", "rel_query"}, bool(needed & {"rel_key", "rel_bias"})
     meets_table = "query" if tensors.rel_query is None else "rel_query"
-    # Of what stored_dq_kernel computes the gradient, or the table's part of it
-    from_stored = needs_query
-    if computes_again:
-        from_stored = needs_query & {meets_table} if tensors.rel_key is not None else set()
+    # The tensors whose gradient, or the table's part of it, stored_dq_kernel computes
+    from_stored = query_gradients
+    if recomputes_ds:
+        from_stored = query_gradients & {meets_table} if tensors.rel_key is not None else set()
     needs_ds = bool(from_stored) or needs_rows or "rel_p2c" in needed
     plan, ds, probs = planning.allocated(call, tensors, spec, tiles["dkv"], needs_ds, "rel_value" in needed)
 
@@ -155,7 +155,7 @@ def _backward(
     far_sums = new_past_future(needs_rows, num_queries)
     far_probs = new_past_future("rel_value" in needed, num_queries)
     stored_dq = {name: gradients[name] for name in from_stored}
-    if computes_again or not plan.has_whole_heads:  # more is added
+    if recomputes_ds or not plan.has_whole_heads:  # more is added
         stored_dq = {name: new(gradients[name].shape, dtype=torch.float32) for name in from_stored}
     sums = TableSums(call, tensors, spec, gradients, tiles, plan) if needed.intersection(TABLES) else None
     query_blocks = cdiv(spec.max_seqlen_q, tiles["stored_dq"].block_m * step) * step
@@ -223,15 +223,16 @@ def _backward(
                 ADDS=sums.adds,
                 **stored_part,
             )
-    # 5. dQ from dS computed again; of keys beyond a clamped table sums of dS and P
-    if computes_again and (needs_query or far_sums is not None or far_probs is not None):
+    # 5. dQ from recomputed dS; of keys beyond a clamped table sums of dS and P
+    if recomputes_ds and (query_gradients or far_sums is not None or far_probs is not None):
+        d_query = gradients["query"]
         call.launch(
             "dq",
             dq_kernel,
             tiles["dq"],
             (cdiv(spec.max_seqlen_q, tiles["dq"].block_m) * call.num_sequences * heads,),
             d_outs=strided(d_out),
-            d_queries=strided(gradients["query"]),
+            d_queries=strided(gradient_like(query) if d_query is None else d_query),
             d_rel_queries=strided(gradients["rel_query"]),
             table_parts=strided(stored_dq.get(meets_table)),
             far_sums=strided(far_sums),
@@ -240,7 +241,8 @@ def _backward(
         )
     if sums is not None:
         sums.add_up(tensors.key, d_out, far_sums, far_probs, far_key_sums)
-    for name, total in stored_dq.items():
-        if not computes_again and total is not gradients[name]:
-            gradients[name].copy_(total)
+    if not recomputes_ds:
+        for name, total in stored_dq.items():
+            if total is not gradients[name]:
+                gradients[name].copy_(total)
     return tuple(gradients.values())

@@ -49,7 +49,7 @@ def dkv_kernel(
     """Compute d_key and d_value of BLOCK_N keys of one head; either may be None. per_query is as delta_kernel left it.
 
     ds and stored_probs, [1, heads, Nq, columns] or None: the workspace for dS and for the probabilities that dropout keeps, of
-    all pairs or (LAYOUT.only_near) those near the table; see stored.py.
+    pairs in tiles near the table; see stored.py.
 
     Grid: a part of (key blocks * batch * key heads,), key blocks fastest, from first_program on: whole heads, or some blocks of
     one head. With a causal mask the first blocks have the longest loops.
@@ -60,7 +60,7 @@ def dkv_kernel(
     program = tl.program_id(0) + first_program
     STORES: tl.constexpr = ds is not None or stored_probs is not None
     window = common.window
-    if LAYOUT.only_near:
+    if TILE.coverage != "full":
         window = window_in_table(window, first, last)
     block = program % num_blocks
     key_head = program // num_blocks % (num_heads // SHAPE.group)
@@ -160,7 +160,7 @@ def dkv_kernel(
                     else:
                         d_probs = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
                     d_probs = tile_scores(d_out, value, d_probs, TILE)
-                IS_STORED: tl.constexpr = STORES and (PART == NEAR or not LAYOUT.only_near)
+                IS_STORED: tl.constexpr = STORES and PART == NEAR
                 if IS_STORED:
                     column = key_start - first_column_key(row_start, place.query_offset, part_start, window, LAYOUT)
                 kept_probs = (probs if common.dropout.seed is None else tl.where(keep, probs, 0.0)).to(d_out.dtype)

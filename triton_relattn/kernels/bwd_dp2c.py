@@ -51,7 +51,7 @@ def dp2c_kernel(
     acc = tl.full([TILE.block_m, SHAPE.block_d], 0.0, tl.float32)
     first_bh, stop_bh, first_key, stop_key = stored_part(first_program, stop_program, common.sequences, LAYOUT, SHAPE.group)
     window = common.window
-    if LAYOUT.only_near:
+    if TILE.coverage != "full":
         window = window_in_table(window, first, last)
 
     bh_start, bh_step = table_bh_range(table_head, first_bh, num_heads, PER_HEAD)

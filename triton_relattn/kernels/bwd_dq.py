@@ -1,8 +1,8 @@
-"""Backward, last kernel of calls whose table does not have a row for every pair: the gradient of the query, without stored dS.
+"""Backward, last kernel, unless a table has a row for every pair: the gradient of the query from recomputed dS.
 
     P = exp(logits - lse)     dP = dO V^T     dS = P (dP - delta)     dQ = scale dS K
 
-A program owns a block of queries and loops over their keys, as the forward does, and computes P and dS again, as FlashAttention
+A program owns a block of queries and loops over their keys, as the forward does, and recomputes P and dS, as FlashAttention
 does. What the table adds to dQ, stored_dq_kernel has computed from dS near the table. Keys beyond a clamped table have its first
 or last row: their dS are summed for each query, which the gradient of the table needs as well, and for rel_value their P.
 """
@@ -14,10 +14,10 @@ from .logits import Keys, Queries, key_table, relative_terms, score_table, tile_
 from .tile.addressing import (
     head_matrix,
     key_order,
+    load_past_future,
     load_queries,
     load_rows,
     row_vector,
-    side_vector,
     store_past_future,
     store_rows,
 )
@@ -49,14 +49,6 @@ from .tile.table import add_end_rows, add_far_tile, reached_positions
 
 
 @triton.jit
-def load_past_future(tensor, place, head, offs_m, valid_m):
-    """Load two numbers of each query, [M], from a (B, H, 2, Nq) tensor."""
-    past = tl.load(side_vector(tensor, place.entry, head, 0, place.query_start) + offs_m, mask=valid_m, other=0.0)
-    future = tl.load(side_vector(tensor, place.entry, head, 1, place.query_start) + offs_m, mask=valid_m, other=0.0)
-    return past, future
-
-
-@triton.jit
 def add_beyond(past, future, tile, offs_m, offs_n, is_past, first, last, place, PART: tl.constexpr):
     """Add the sums of a tile [M, N] over keys before the table, and over keys behind it, to past and future [M]."""
     if PART == FAR:
@@ -85,7 +77,8 @@ def dq_kernel(
     TILE: tl.constexpr,
 ):
     """Compute d_query and d_rel_query of BLOCK_M queries of one head, and far_sums and far_probs [B, H, 2, Nq]: sums of dS, and
-    of the probabilities that dropout keeps, over the keys before and behind a clamped table. Each may be None.
+    of the probabilities that dropout keeps, over the keys before and behind a clamped table. d_query is always computed, so that
+    the layouts of the others, and their bits, do not depend on it; each of the others may be None.
 
     table_parts [B, H, Nq, Dr]: what stored_dq_kernel has computed; added to d_rel_query, or without rel_query to d_query.
     per_query is as delta_kernel left it.
@@ -122,11 +115,13 @@ def dq_kernel(
     table = score_table(inputs, common, head, first, last, SHAPE, TILE)
     keys_table = key_table(inputs, common, head, first, last, SHAPE, TILE)
     if HAS_TERM and IS_CLAMPED:
-        far_past, far_future = load_past_future(per_query.far_scores, place, head, offs_m, valid_m)
+        far_past, far_future = load_past_future(per_query.far_scores, place.entry, head, place.query_start, offs_m, valid_m)
     if inputs.rel_value is not None:
         values_table = value_table(inputs, head, first, last, SHAPE)
         if IS_CLAMPED:
-            past_value, future_value = load_past_future(per_query.far_values, place, head, offs_m, valid_m)
+            past_value, future_value = load_past_future(
+                per_query.far_values, place.entry, head, place.query_start, offs_m, valid_m
+            )
 
     acc = tl.full([TILE.block_m, SHAPE.block_d], 0.0, tl.float32)
     past = tl.full([TILE.block_m], 0.0, tl.float32)
@@ -188,10 +183,8 @@ def dq_kernel(
                 past_probs, future_probs = add_beyond(
                     past_probs, future_probs, kept_probs, offs_m, offs_n, is_past, first, last, place, PART
                 )
-            # dQ += dS K
-            if d_queries is not None:
-                # [M, N] @ [N, D] -> [M, D]
-                acc = tl.dot(d_scores.to(key.dtype), key, acc, input_precision=TILE.precision)
+            # dQ += dS K: [M, N] @ [N, D] -> [M, D]
+            acc = tl.dot(d_scores.to(key.dtype), key, acc, input_precision=TILE.precision)
 
     # Keys beyond a clamped table have its first or last row. The table's part, units, and store.
     if HAS_TERM and IS_CLAMPED:
@@ -201,8 +194,7 @@ def dq_kernel(
     if far_probs is not None:
         past_probs, future_probs = lane_consistent(past_probs, TILE.block_n), lane_consistent(future_probs, TILE.block_n)
         store_past_future(far_probs, place.entry, head, place.query_start, offs_m, valid_m, past_probs, future_probs)
-    if d_queries is not None:
-        acc *= tl.cast(common.scaling.base_2_scale, tl.float32) * LN_2
+    acc *= tl.cast(common.scaling.base_2_scale, tl.float32) * LN_2
     if table_parts is not None:
         parts = head_matrix(table_parts, place.entry, head, place.query_start, SHAPE.wide_index)
         rel_acc = load_rows(parts, row_start, tile_m, valid_m, SHAPE.rel_dim, SHAPE.block_dr)
@@ -215,6 +207,5 @@ def dq_kernel(
         else:
             d_rel_queries = head_matrix(d_rel_queries, place.entry, head, place.query_start, SHAPE.wide_index)
             store_rows(d_rel_queries, row_start, tile_m, valid_m, rel_acc, SHAPE.rel_dim, SHAPE.block_dr)
-    if d_queries is not None:
-        d_queries = head_matrix(d_queries, place.entry, head, place.query_start, SHAPE.wide_index)
-        store_rows(d_queries, row_start, tile_m, valid_m, acc, SHAPE.head_dim, SHAPE.block_d)
+    d_queries = head_matrix(d_queries, place.entry, head, place.query_start, SHAPE.wide_index)
+    store_rows(d_queries, row_start, tile_m, valid_m, acc, SHAPE.head_dim, SHAPE.block_d)

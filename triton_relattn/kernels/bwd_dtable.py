@@ -116,7 +116,7 @@ def dtable_kernel(
     bh_start, bh_step = table_bh_range(table_head, first_bh, num_heads, PER_HEAD)
     num_bh = tl.cdiv(tl.maximum(stop_bh - bh_start, 0), bh_step)
     window = common.window
-    if LAYOUT.only_near:
+    if TILE.coverage != "full":
         window = window_in_table(window, first, last)
 
     for pass_number in tl.range(STEP):

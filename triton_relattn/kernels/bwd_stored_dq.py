@@ -37,7 +37,7 @@ def stored_dq_kernel(
     ADDS: tl.constexpr,
 ):
     """Compute d_query and d_rel_query of BLOCK_M queries of one head from stored, dS [1, heads, Nq, columns]; either may be None.
-    If the workspace has only pairs near the table (LAYOUT.only_near), they are the table's part of these gradients.
+    Without a row of the table for every pair, the results are only the table's part of these gradients.
 
     first_program, stop_program: the programs of the dkv kernel whose pairs the workspace has. ADDS: results are float32, and are
     added to what is there: other programs have other keys of the same queries.
@@ -62,7 +62,7 @@ def stored_dq_kernel(
     offs_m = row_start + rows
     valid_m = offs_m < place.num_queries
     window = common.window
-    if LAYOUT.only_near:
+    if TILE.coverage != "full":
         window = window_in_table(window, first, last)
     low, high = readable_keys(offs_m, place, window, stored_first, stored_stop, STEP)
     matrix = head_matrix(stored, 0, number, 0, False)
@@ -73,7 +73,7 @@ def stored_dq_kernel(
     WANTS_BAND: tl.constexpr = (
         inputs.rel_key is not None and (d_queries if inputs.rel_query is None else d_rel_queries) is not None
     )
-    WANTS_KEYS: tl.constexpr = d_queries is not None and not LAYOUT.only_near
+    WANTS_KEYS: tl.constexpr = d_queries is not None and TILE.coverage == "full"
     # Both products add to one sum, if it has one unit.
     HAS_ONE_SUM: tl.constexpr = d_queries is not None and inputs.rel_query is None and common.scaling.rel_scale is None
     iterations = 0

@@ -236,7 +236,7 @@ def call_constants(
 @functools.lru_cache(maxsize=4096)
 def kernel_tile(constants: CallConstants, config: TileConfig, kernel: str) -> TileConstants:
     """Return the constants that a kernel is compiled with."""
-    # Kernels that read dS by relative position need the rows of a clamped table, and have sums over the keys beyond.
+    # Kernels that read dS by relative position need the rows of a clamped table, and nothing beyond.
     coverage = "zero" if constants.tile.coverage == "clamp" and kernel in ("stored_dq", "dtable") else constants.tile.coverage
     # A loop over the keys can carry what belongs to its queries, one over the queries what belongs to its keys.
     carry, key_carry = (config.carry, None) if kernel in ("forward", "dq") else (None, config.carry)

@@ -1,6 +1,6 @@
 """The logits of a tile: q.k, the relative terms, what is visible, softcap and mask. Here a new term goes.
 
-The forward and the dkv kernel both call relative_terms, then tile_logits: the backward has the forward's logits. In a loop over
+The forward, dkv and dq kernels all call relative_terms, then tile_logits: the backward has the forward's logits. In a loop over
 tiles, terms of one tile come partly from the product of the tile before; what one iteration keeps for the next is in ``carried``.
 """
 

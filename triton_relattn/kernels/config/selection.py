@@ -3,7 +3,7 @@
 1. ``call.py`` describes the call by its Kind: GPU, dtype, width, what its tables cover, and which terms it has.
 2. For each of its kernels ``select`` takes the first row that fits that kind and the call's length: from the user's profile of
    this GPU, which ``python -m triton_relattn tune`` writes, then from defaults.csv. Most defaults were chosen by what the
-   compiler reports: spilled registers, shared memory, instructions per score. Four were timed on an H100.
+   compiler reports: spilled registers, shared memory, instructions per score. Three were timed on an H100.
 3. Only then is anything compiled. If the driver refuses the launch for lack of shared memory or registers, the next smaller
    configuration takes the place of that one, with a warning, in this call and in all later ones (``until_it_fits``).
 

@@ -20,8 +20,8 @@ REGISTERS = 65536  # of a multiprocessor of any of NVIDIA's GPUs
 class TileConfig:
     """Tile of a kernel, block_m queries by block_n keys (or table rows), and the resources of a program.
 
-    carry: what the forward keeps for the next tile. "scores": rotated table blocks; None: nothing, which takes more products and
-    fewer registers (see band.py).
+    carry: what the forward and the dq kernel keep for the next tile. "scores": rotated table blocks; None: nothing, which takes
+    more products and fewer registers (see band.py).
     rotation: the way in which a tile's rows are rotated: "gather", on any GPU, or "registers", within quads of lanes (see
     registers.py).
     max_registers: limit on the registers of a thread, so that more programs share a multiprocessor; the rest is spilled. None:
@@ -88,7 +88,7 @@ class TileConfig:
 def candidates(kernel: str, arch: str, has_table: bool) -> list[TileConfig]:
     """Return every configuration that a search for the best one looks at. All are valid; only compiling tells which fit."""
     gpu = architecture_of(arch)
-    carries = ("scores", None) if kernel == "forward" and has_table else ("scores",)
+    carries = ("scores", None) if kernel in ("forward", "dq") and has_table else ("scores",)
     rotations = ("gather", "registers") if has_table and gpu.rotates_in_registers else ("gather",)
     # 128 registers: two programs of eight warps, or four of four, share a multiprocessor. 168: three of four warps.
     limits = (None, 128, 168) if gpu.is_nvidia else (None,)

@@ -61,6 +61,14 @@ def store_past_future(tensor, entry, head, first_row, offsets, valid, past, futu
 
 
 @triton.jit
+def load_past_future(tensor, entry, head, first_row, offsets, valid):
+    """Load what store_past_future has stored."""
+    past = tl.load(side_vector(tensor, entry, head, 0, first_row) + offsets, mask=valid, other=0.0)
+    future = tl.load(side_vector(tensor, entry, head, 1, first_row) + offsets, mask=valid, other=0.0)
+    return past, future
+
+
+@triton.jit
 def row_pointers(matrix, start, rows, valid, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
     """Return pointers [rows, BLOCK_WIDTH] to rows start + rows, and the mask of valid rows and, if padded, existing columns.
     start is a scalar, so that only one product has 64 bits."""

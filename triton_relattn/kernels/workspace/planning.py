@@ -107,16 +107,16 @@ def plan(call: Call, tensors: AttentionTensors, spec: AttentionSpec, dkv: TileCo
     max_bytes = workspace_limit() if max_bytes is None else max_bytes
 
     # Columns: all keys, or if that is fewer a band of those in the windows of a block of queries (stored.window_in_table).
-    columns, only_near = blocks * block_n, call.coverage != "full"
+    columns = blocks * block_n
     margin = clamp_margin(dkv.block_m, block_n) if tensors.rel_p2c is not None and call.coverage == "clamp" else 0
     left = spec.window_left if spec.window_left >= 0 else math.inf
     right = spec.window_right if spec.window_right >= 0 else math.inf
-    if only_near:
+    if call.coverage != "full":
         left, right = min(left, -spec.first), min(right, spec.last)
     if left + right < columns:
         window = max(int(left + 1 + right), 0) + 2 * margin
         columns = min(columns, cdiv(window + dkv.block_m - 1 + ALIGNMENT.value - 1, 64) * 64)
-    layout = Layout(dkv.block_m, block_n, columns < blocks * block_n, only_near, margin)
+    layout = Layout(dkv.block_m, block_n, columns < blocks * block_n, margin)
     if max_bytes is None:
         # One wave's blocks of keys, or the heads that these belong to, whose bands may take less.
         slots = multiprocessors * dkv.programs_at_once

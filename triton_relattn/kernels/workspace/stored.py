@@ -1,5 +1,5 @@
-"""What the dkv kernel stores of each pair, for other kernels: the gradients of scores, dS, and probabilities, P, rounded to the
-inputs' dtype.
+"""What the dkv kernel stores of pairs, for other kernels: the gradients of scores, dS, and probabilities, P, rounded to the
+inputs' dtype. Without a row of a table for every pair, it stores only tiles with pairs that have one.
 
 A row of the workspace is a query, and its numbers lie in the order of its keys. So those of one relative position lie on a
 diagonal, at equal distances: a tile of table rows is read with the workspace's row stride plus one. From query to query it moves
@@ -21,9 +21,8 @@ class Layout(NamedTuple):
 
     block_m: int  # of the dkv kernel
     block_n: int
-    is_band: bool = False  # a row has the keys in a query's window alone; with only_near, in window_in_table
-    only_near: bool = False  # only pairs are stored that the table has rows for, and others in the same tiles
-    margin: int = 0  # and for rel_p2c so many positions beyond either end of the table
+    is_band: bool = False  # a row has only the keys in the query's window, or in window_in_table
+    margin: int = 0  # positions stored beyond either end of a clamped table, for rel_p2c
 
 
 @triton.jit
@@ -47,8 +46,8 @@ def table_bh_range(table_head, first_bh, num_heads, PER_HEAD: tl.constexpr):
 
 @triton.jit
 def window_in_table(window, first, last):
-    """Return the window (left, right) of the pairs that a call's window shows and a table has rows for: with only_near, those
-    that are read from the workspace."""
+    """Return the window (left, right) of the pairs that a call's window shows and a table has rows for: without a row for every
+    pair, those that are read from the workspace. (With one, kernels use the call's: Triton 3.6 returns no None from here.)"""
     left, right = -first, last
     if window[0] is not None:
         left = tl.minimum(left, window[0])
@@ -60,7 +59,7 @@ def window_in_table(window, first, last):
 @triton.jit
 def first_column_key(row_start, query_offset, first_key, window, LAYOUT: tl.constexpr):
     """Return the key of column 0 of the workspace, for a block of queries from row_start on: the first that it has or, with a
-    band, in the window of the first of block_m queries. window: with only_near, window_in_table."""
+    band, in the window (or window_in_table) of the first of block_m queries."""
     if LAYOUT.is_band:
         aligned = ((query_offset - window[0] - LAYOUT.margin) >> 4) * ALIGNMENT  # a product, so that the compiler knows
         return row_start // LAYOUT.block_m * LAYOUT.block_m + aligned
@@ -71,8 +70,8 @@ def first_column_key(row_start, query_offset, first_key, window, LAYOUT: tl.cons
 @triton.jit
 def readable_keys(offs_m, place, window, first_key, stop_key, STEP: tl.constexpr):
     """Return (low, high), each [M, 1]: the keys, of those from first_key to stop_key, whose numbers are read. They are those in
-    the window (with only_near, window_in_table), and others beside them up to multiples of STEP, whose numbers are 0 if the query
-    does not see them. A query that does not exist has none."""
+    the window (or window_in_table), and others beside them up to multiples of STEP, whose numbers are 0 if the query does not see
+    them. A query that does not exist has none."""
     low = tl.broadcast_to(tl.maximum(first_key, 0), offs_m.shape)
     high = tl.broadcast_to(tl.minimum(place.num_keys, stop_key), offs_m.shape)
     if window[0] is not None:
