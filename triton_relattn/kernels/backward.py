@@ -54,9 +54,10 @@ def backward(
       without a row for every pair adds to it.
     - Each table's gradient in float32, once for each of the programs that share its sum (table_splits). Not if one
       program computes all of it.
-    - A workspace: 2 bytes (4 with float32 inputs) for each pair of a query and a key that a table has a row for, and as many
-      more with rel_value, of as many heads or keys at a time as fit into TRITON_RELATTN_WORKSPACE bytes. If that is not set, the
-      limit is 256 MiB, or as much as query, key and value take, or what keeps the GPU busy (planning.plan): linear in the length.
+    - A workspace: 2 bytes (4 with float32 inputs) per pair of a query and a key that a table has a row for, and twice
+      that with rel_value; for all heads at once or some heads or keys at a time, within TRITON_RELATTN_WORKSPACE bytes. If that
+      is not set, the limit is the most of 256 MiB, the size of query, key and value, and what keeps the GPU busy
+      (planning.plan): linear in the length.
 
     d_lse: None for zeros. softmax_stats, residual: the forward's. tiles: configurations by kernel, in place of the selected ones.
     """
@@ -158,7 +159,6 @@ def _backward(
     if recomputes_ds or not plan.has_whole_heads:  # more is added
         stored_dq = {name: new(gradients[name].shape, dtype=torch.float32) for name in from_stored}
     sums = TableSums(call, tensors, spec, gradients, tiles, plan) if needed.intersection(TABLES) else None
-    query_blocks = cdiv(spec.max_seqlen_q, tiles["stored_dq"].block_m * step) * step
 
     def launch_dtable(vectors: torch.Tensor, stored: torch.Tensor | None, for_values: bool) -> None:
         call.launch(
@@ -195,6 +195,7 @@ def _backward(
         )
         # 3. dQ from dS, or the table's part of it
         if from_stored:
+            query_blocks = cdiv(spec.max_seqlen_q, tiles["stored_dq"].block_m * step) * step
             call.launch(
                 "stored_dq",
                 stored_dq_kernel,

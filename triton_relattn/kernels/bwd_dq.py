@@ -4,7 +4,7 @@
 
 A program owns a block of queries and loops over their keys, as the forward does, and recomputes P and dS, as FlashAttention
 does. What the table adds to dQ, stored_dq_kernel has computed from dS near the table. Keys beyond a clamped table have its first
-or last row: their dS are summed for each query, which the gradient of the table needs as well, and for rel_value their P.
+or last row: their dS, and with rel_value their P, are summed per query, also for the gradients of the tables.
 """
 
 import triton

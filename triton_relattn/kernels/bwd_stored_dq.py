@@ -42,7 +42,7 @@ def stored_dq_kernel(
     first_program, stop_program: the programs of the dkv kernel whose pairs the workspace has. ADDS: results are float32, and are
     added to what is there: other programs have other keys of the same queries.
 
-    Queries of a block lie query_step. Grid: (query blocks * heads in the workspace,), query blocks fastest.
+    Queries of a block lie query_step apart. Grid: (query blocks * heads in the workspace,), query blocks fastest.
     """
     STEP: tl.constexpr = query_step(stored[0].dtype.element_ty.primitive_bitwidth)
     num_blocks = tl.cdiv(common.sequences.max_seqlen_q, TILE.block_m * STEP) * STEP
