@@ -3,7 +3,7 @@
 It compares out, lse and all requested gradients with exact results, element by element (tests/expected.py), and checks dtypes,
 shapes, and that a second run gives the same bits. Uninitialised memory, the padding around tensors, table rows without a pair,
 keys and values that no query sees, and gradients of a lse of -inf hold NaN, which must not reach any result. The call must not
-change its inputs, global state or torch's generator, except for one draw with dropout.
+change its inputs, nor their version counters, global state or torch's generator, except for one draw with dropout.
 
 ``check_refused`` is for calls with an invalid argument.
 """
@@ -256,9 +256,11 @@ def run(sample: Sample, call: dict[str, Any]) -> Results:
         named = [(name, out) for name, out in results.items() if out is not None and (by_autograd or wants(sample, name))]
         named = [(name, out) for name, out in named if out.requires_grad]
         d_outs = [cotangent(sample, name, out.dtype) for name, out in named]
-        if sample.spoilt == "nan" and not by_autograd:
+        if sample.spoilt == "nan":
             d_outs = [d_out.masked_fill(out == -math.inf, math.nan) for d_out, (_, out) in zip(d_outs, named, strict=True)]
+        versions = [tensor._version for tensor in (*outs, *d_outs)]
         torch.autograd.backward([out for _, out in named], d_outs)
+        assert versions == [tensor._version for tensor in (*outs, *d_outs)], "the backward wrote to results or their gradients"
     return results | {f"d_{name}": given[name].grad for name in INPUTS if name in given}
 
 
@@ -294,9 +296,9 @@ def right(sample: Sample, arithmetic: str) -> tuple[dict[str, Expected], Tensor]
 
 def check(sample: Sample, way: Way) -> dict[str, float]:
     """Assert all that the module's docstring lists; return the largest error / budget of each result."""
-    clean = {**sample.call(), "implementation": way.implementation}
-    call = clean if way.implementation == "reference" else spoilt(sample, clean)
-    stored = {name: memory(tensor).clone() for name, tensor in call.items() if isinstance(tensor, Tensor)}
+    call = spoilt(sample, {**sample.call(), "implementation": way.implementation})
+    given = {name: tensor for name, tensor in call.items() if isinstance(tensor, Tensor)}
+    stored = {name: (memory(tensor).clone(), tensor._version) for name, tensor in given.items()}
     golden, drawn = right(sample, way.arithmetic)
     with environment(sample, way):
         before = global_state()
@@ -304,8 +306,9 @@ def check(sample: Sample, way: Way) -> dict[str, float]:
         assert torch.equal(torch.get_rng_state(), drawn), "torch's generator has another state than one draw leaves"
         assert_same_state(before)
         again = results if way.implementation == "triton" else run(sample, call)  # neither interpreter nor emulator vary
-    for name, bytes_before in stored.items():
-        assert torch.equal(memory(call[name]), bytes_before), f"{name} was written to"
+    for name, (bytes_before, version) in stored.items():
+        assert torch.equal(memory(given[name]), bytes_before), f"{name} was written to"
+        assert given[name]._version == version, f"{name} counts as written to, and autograd would refuse to use it"
 
     ratios = {}
     for name, result in results.items():

@@ -8,7 +8,7 @@ import torch
 
 from ._core.arguments import Arguments
 from ._core.dropout import draw_seed, keep_mask, keep_scale
-from ._core.spec import AttentionSpec, AttentionTensors
+from ._core.spec import TABLES, AttentionSpec, AttentionTensors
 from ._core.validation import resolve
 from .positions import RelativePositions
 
@@ -33,6 +33,7 @@ def reference_attention(
 def _attention(tensors: AttentionTensors, spec: AttentionSpec, first_sequence: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute out and lse of a batch that is not packed, by the formula. first_sequence: number of the first entry, for
     dropout."""
+    tensors = without_hidden(tensors, spec)
     content, position = score_terms(tensors, spec)
     keep = dropout_keep(tensors, spec, first_sequence) if spec.dropout_p > 0 else None
     probs, lse = probabilities(content if position is None else content + position, tensors, spec, keep)
@@ -49,11 +50,36 @@ def relative_positions(tensors: AttentionTensors, spec: AttentionSpec) -> torch.
 
 
 def table_rows(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the table row of each pair, (B, Hq, Nq, Nk), and whether relative terms apply to it, (B, 1, Nq, Nk)."""
-    row, inside = RelativePositions(spec.first, spec.last, "clamp" if spec.clamp else "zero").rows(
-        relative_positions(tensors, spec)
-    )
-    return row.expand(-1, tensors.query.shape[1], -1, -1), inside
+    """Return the table row of each pair, and whether relative terms apply to it, (B, 1, Nq, Nk)."""
+    return RelativePositions(spec.first, spec.last, "clamp" if spec.clamp else "zero").rows(relative_positions(tensors, spec))
+
+
+def in_reach(tensors: AttentionTensors, spec: AttentionSpec) -> torch.Tensor:
+    """Return whether the window and the lengths leave each pair, (B, 1, Nq, Nk)."""
+    relative_position = relative_positions(tensors, spec)
+    visible = torch.ones_like(relative_position, dtype=torch.bool)
+    if spec.window_left >= 0:
+        visible = visible & (relative_position >= -spec.window_left)
+    if spec.window_right >= 0:
+        visible = visible & (relative_position <= spec.window_right)
+    if tensors.key_lengths is not None:
+        keys = torch.arange(tensors.key.shape[2], device=visible.device)
+        visible = visible & (keys < tensors.key_lengths.view(-1, 1, 1, 1))
+    return visible
+
+
+def without_hidden(tensors: AttentionTensors, spec: AttentionSpec) -> AttentionTensors:
+    """Return tensors with zeros for keys, values and table rows that no pair in reach has: they may hold NaN, and 0 * NaN is NaN."""
+    visible = in_reach(tensors, spec)
+    is_seen = visible.any(2)[..., None]  # (B, 1, Nk, 1)
+    changes = {name: torch.where(is_seen, getattr(tensors, name), 0) for name in ("key", "value")}
+    row, inside = table_rows(tensors, spec)
+    uses = torch.zeros(spec.last - spec.first + 1, device=row.device)
+    is_used = uses.index_add(0, row.flatten(), (visible & inside).flatten().to(uses.dtype)) > 0  # (R,)
+    for name in TABLES:
+        if (table := getattr(tensors, name)) is not None:
+            changes[name] = torch.where(is_used if name == "rel_bias" else is_used[:, None], table, 0)
+    return tensors._replace(**changes)
 
 
 def shared_by_heads(tensor: torch.Tensor, heads: int) -> torch.Tensor:
@@ -70,7 +96,8 @@ def score_terms(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[torch.T
         return content, None
     p = query if tensors.rel_query is None else tensors.rel_query
     rel_key, rel_p2c = (None if table is None else table.to(query.dtype) for table in (rel_key, rel_p2c))
-    return content, position_term(p, key, rel_key, rel_bias, rel_p2c, *table_rows(tensors, spec), spec.rel_scale)
+    row, inside = table_rows(tensors, spec)
+    return content, position_term(p, key, rel_key, rel_bias, rel_p2c, row, inside, spec.rel_scale)
 
 
 def probabilities(
@@ -79,14 +106,7 @@ def probabilities(
     """Compute the probabilities, (B, Hq, Nq, Nk), after dropout has kept those of ``keep`` (None: all), and lse."""
     attn_mask, num_keys, softcap = tensors.attn_mask, tensors.key.shape[2], spec.softcap
     logits = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    relative_position = relative_positions(tensors, spec)
-    visible = torch.ones_like(relative_position, dtype=torch.bool)
-    if spec.window_left >= 0:
-        visible = visible & (relative_position >= -spec.window_left)
-    if spec.window_right >= 0:
-        visible = visible & (relative_position <= spec.window_right)
-    if tensors.key_lengths is not None:
-        visible = visible & (torch.arange(num_keys, device=scores.device) < tensors.key_lengths.view(-1, 1, 1, 1))
+    visible = in_reach(tensors, spec)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         visible = visible & attn_mask
     elif attn_mask is not None:
@@ -128,7 +148,7 @@ def weighted_values(probs: torch.Tensor, tensors: AttentionTensors, spec: Attent
         return out
     row, inside = table_rows(tensors, spec)
     by_row = probs.new_zeros(*probs.shape[:3], tensors.rel_value.shape[-2])
-    return out + by_row.scatter_add(-1, row, torch.where(inside, probs, 0)) @ tensors.rel_value.to(probs.dtype)
+    return out + by_row.scatter_add(-1, row.expand_as(probs), torch.where(inside, probs, 0)) @ tensors.rel_value.to(probs.dtype)
 
 
 def position_term(
@@ -141,7 +161,8 @@ def position_term(
     inside: torch.Tensor,
     rel_scale: float,
 ) -> torch.Tensor:
-    """Compute ``rel_scale * (p_i . E[row] + k_j . F[row]) + b[row]``, (B, H, Nq, Nk) like row; 0 where ``inside`` is False."""
+    """Compute ``rel_scale * (p_i . E[row] + k_j . F[row]) + b[row]``, (B, H, Nq, Nk); 0 where ``inside`` is False."""
+    row = row.expand(-1, rel_query.shape[1], -1, -1)
     term = torch.zeros(row.shape, dtype=rel_query.dtype, device=row.device)
     if rel_key is not None:
         term = rel_scale * (rel_query @ rel_key.mT).gather(-1, row)

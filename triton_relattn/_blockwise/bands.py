@@ -113,11 +113,11 @@ class Table:
         """Whether pairs are before the table's first row, and behind its last one, and have its term."""
         self.beyond = (slice(self.inside.start), slice(self.inside.stop, None))
         rows, is_view = narrow(table, 1, self.own.start, self.own.stop), len(positions) == stop - start
-        if not is_view:
+        if not is_view:  # a view has no rows beyond, and even an empty write to it would count as one to the user's table
             rows = torch.constant_pad_nd(rows, (0, 0, self.inside.start, len(positions) - self.inside.stop))
-        for end, has_far in enumerate(self.has_far):
-            if has_far:
-                rows[:, self.beyond[end]] = table[:, -end, None]
+            for end, has_far in enumerate(self.has_far):
+                if has_far:
+                    rows[:, self.beyond[end]] = table[:, -end, None]
         # Rows between the ranges of visible positions.
         stop = positions.start
         for low, high in (*visible, (positions.stop, positions.stop)):
