@@ -4,6 +4,7 @@ with the TRITON_INTERPRET they need."""
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import os
 import sys
@@ -123,7 +124,7 @@ def cut_tiles(patch: pytest.MonkeyPatch, tiles: Mapping[str, tuple[Any, ...]] | 
     from triton_relattn.kernels import call
     from triton_relattn.kernels.config import architectures, selection
 
-    patch.setattr(call, "call_constants", call.call_constants.__wrapped__)
+    patch.setattr(call, "call_constants", inspect.unwrap(call.call_constants))
     if tiles is not None:
         configs = {name: selection.TileConfig(m, n, m // 16, 1, *others) for name, (m, n, *others) in tiles.items()}
         patch.setattr(selection, "select", lambda kernel, *_, **__: configs[kernel])

@@ -7,7 +7,6 @@ stock class back for good, and that call is the stock forward's.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import Counter
 from contextlib import nullcontext
@@ -16,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from .compact import Compact, has_dense, to_dense
 from .comparison import SCRIPTED_LIMIT, dropped_otherwise, first_line, is_scripted, run, values
 from .isolation import random_state_restored
-from .shadow import copied_tensor, shadow
+from .shadow import cached_tensors, copied_argument, copied_tensor, shadow
 
 if TYPE_CHECKING:
     from .replacement import Replacement
@@ -108,7 +106,7 @@ def compare_call(replacement: Replacement, module: Any, args: tuple[Any, ...], k
     if not reason:
         try:
             difference = _difference(replacement, module, args, kwargs)
-        except Exception as error:  # what a stock forward raises
+        except Exception as error:  # of the stock forward, or of ours, which will raise it in the call itself
             reason = f"{type(error).__name__}: {first_line(error)}"
     if reason:
         calls.compared.not_compared[reason] += 1
@@ -137,7 +135,10 @@ def _why_not(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pairs: 
     given = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and not has_dense(value))
     tensors = [*given, *module.parameters()]
     weights = sum(weight.numel() for weight in module.parameters())
-    if SCORES * 8 * pairs + 8 * weights > MOST_BYTES:
+    cached = sum(
+        tensor.numel() for value in (*args, *kwargs.values()) for tensor in cached_tensors(value, _layer(module, kwargs))
+    )
+    if SCORES * 8 * pairs + 8 * (weights + cached) > MOST_BYTES:
         return f"the stock forward needs more than {MOST_BYTES >> 20} MiB"
     if getattr(module, "_is_replica", False):
         return "it is a replica of DataParallel"
@@ -152,6 +153,11 @@ def _why_not(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pairs: 
     return ""
 
 
+def _layer(module: Any, kwargs: dict[str, Any]) -> int:
+    """Return the number of the layer of a cache that a call writes to; cache_offset is of layers that run several times."""
+    return (getattr(module, "layer_idx", None) or 0) + (kwargs.get("cache_offset") or 0)  # type: ignore[no-any-return]
+
+
 def _difference(replacement: Replacement, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Return how the results of a call differ; nothing if they agree."""
     floating = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.is_floating_point())
@@ -159,13 +165,15 @@ def _difference(replacement: Replacement, module: Any, args: tuple[Any, ...], kw
     wider = torch.float32 if dtype.itemsize < 4 else torch.float64
     devices = tuple({weight.device for weight in module.parameters() if weight.is_cuda})
     arguments = replacement.bind(args, kwargs)
+    layer = _layer(module, kwargs)
 
     def run_copy(is_ours: bool, exact: torch.dtype | None = None) -> tuple[Any, list[float]]:
         model = shadow(module, lambda tensor: copied_tensor(tensor, exact))
         replacement.ours.without_dropout(model)
         # What layers pass on in a small form is as exact as in its dense one, which the stock forward has in each run.
         given = {
-            name: value if is_ours and has_dense(value) else _copied(to_dense(value), exact) for name, value in arguments.items()
+            name: value if is_ours and has_dense(value) else copied_argument(to_dense(value), exact, layer)
+            for name, value in arguments.items()
         }
         autocast = torch.autocast("cuda" if devices else "cpu", enabled=False) if exact else nullcontext()
         with random_state_restored(devices), autocast:
@@ -173,10 +181,7 @@ def _difference(replacement: Replacement, module: Any, args: tuple[Any, ...], kw
 
     with torch.no_grad():  # also of what is passed on, whose dense form may be made below
         stock, dropped = run_copy(False)
-        try:
-            ours, our_dropped = run_copy(True)
-        except Exception as error:  # as where a version of a library has other names
-            return f"ours raises {type(error).__name__}: {first_line(error)}"
+        ours, our_dropped = run_copy(True)
         if text := dropped_otherwise(set(dropped), set(our_dropped)):  # ours may take long sequences in several calls
             return text
         try:
@@ -201,10 +206,3 @@ def _difference(replacement: Replacement, module: Any, args: tuple[Any, ...], kw
             text = f"its output differs by {our_error / (size or 1.0):.1e} of the largest number there"
             return f"{text}, {allowed / (size or 1.0):.0e} is allowed"
     return ""
-
-
-def _copied(value: Any, dtype: torch.dtype | None) -> Any:
-    """Return a copy of an argument, with floating-point tensors in dtype, unless that is None."""
-    if isinstance(value, (torch.Tensor, tuple, list, dict)):
-        return tree_map_only(torch.Tensor, lambda tensor: copied_tensor(tensor, dtype), value)
-    return copy.deepcopy(value)

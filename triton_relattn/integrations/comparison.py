@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,11 +33,13 @@ SCRIPTED_LIMIT = 2.0**-18
 
 
 class Sample(NamedTuple):
-    """Arguments of a stock forward, by its own names; pairs: how many queries and keys they have."""
+    """Arguments of a stock forward, by its own names; pairs: how many queries and keys they have. dtypes: of arguments that have
+    another than the weights."""
 
     name: str
     arguments: dict[str, Any]
     pairs: tuple[int, int]
+    dtypes: Mapping[str, torch.dtype] = {}
 
 
 class Differs(Exception):
@@ -105,6 +107,22 @@ def _differences(replacement: Replacement, models: list[Any], is_light: bool = F
         for sample in {sample.pairs: sample for sample in samples}.values():  # one of each shape
             named = sample._replace(name=f"{sample.name}, in float32")
             _difference(replacement, single, named, False, False, FLOAT32_LIMIT)
+    if not is_light:
+        for sample in _of_another_dtype(samples[0], model_dtype(model)):
+            try:
+                _results(replacement, model, sample, False, is_ours=False)
+            except Exception:  # a stock forward may refuse them: then ours has nothing to equal
+                continue
+            _difference(replacement, model, sample, False, False, FLOAT32_LIMIT)
+
+
+def _of_another_dtype(sample: Sample, dtype: torch.dtype) -> Iterator[Sample]:
+    """Yield a sample with arguments of another dtype than the weights: all of them, and all but the first one, the states."""
+    names = [name for name, value in sample.arguments.items() if isinstance(value, torch.Tensor) and value.is_floating_point()]
+    other = torch.float32 if dtype == torch.float64 else torch.float64
+    for which in filter(None, (names, names[1:])):
+        named = f"{sample.name}, {', '.join(which)} in {other}".replace("torch.", "")
+        yield sample._replace(name=named, dtypes=dict.fromkeys(which, other))
 
 
 def _runs(samples: list[Sample]) -> Iterator[tuple[Sample, bool, bool]]:
@@ -221,6 +239,8 @@ def largest_difference(name: str, ours: dict[str, torch.Tensor], stock: dict[str
         if found.shape != expected.shape:
             raise Differs(f"{name}: {what} has the shape {tuple(found.shape)}, stock {tuple(expected.shape)}")
         finite = expected.abs().where(expected.isfinite(), 0)  # what hides keys may be infinite
+        if found.dtype != expected.dtype:
+            raise Differs(f"{name}: {what} is {found.dtype}, stock {expected.dtype}")
         # A gradient that cancels to nothing is compared with a hundredth of the largest one.
         size = max(float(finite.max()), 1e-2 * largest if what.startswith(GRADIENT) else 0.0)
         error = (found.double() - expected.double()).abs().where(found != expected, 0.0)
@@ -243,13 +263,14 @@ def model_dtype(model: nn.Module) -> torch.dtype:
 
 
 def cloned_arguments(sample: Sample, dtype: torch.dtype) -> dict[str, Any]:
-    """Return a sample's arguments, which a forward may write to, in dtype."""
+    """Return a sample's arguments, which a forward may write to, in dtype or their own."""
     cloned = dict(sample.arguments)
     for name, value in cloned.items():
+        wanted = sample.dtypes.get(name, dtype)
         if hasattr(value, "cast"):  # a small form
-            cloned[name] = (value.clone() if isinstance(value, torch.Tensor) else value).cast(dtype)  # type: ignore[union-attr]
+            cloned[name] = (value.clone() if isinstance(value, torch.Tensor) else value).cast(wanted)  # type: ignore[union-attr]
         elif isinstance(value, torch.Tensor):
-            cloned[name] = copied_tensor(value, dtype)
+            cloned[name] = copied_tensor(value, wanted)
     return cloned
 
 

@@ -39,9 +39,13 @@ class InPlace:
 
     passes_on = False
     """Whether it only makes positions, or a bias, for attention."""
+    mask_hides = False
+    """Whether a boolean mask of the stock forward is True of what is hidden, not of what is seen."""
     lacks_weights = True
     """Whether ours returns None where the stock forward returns attention weights."""
     fewest = FEWEST
+    casts: tuple[str, ...] = ()
+    """Arguments, by our names, that the stock forward casts to the dtype of its weights."""
     small: tuple[str, ...] = ()
     """Arguments that ours takes in their small forms alone: of others the call is the stock forward's."""
     constants: tuple[str, ...] = ()
@@ -89,16 +93,22 @@ class InPlace:
         """Return how many keys' scores the stock forward computes for a query: all but in windows and blocks."""
         return keys
 
-    @staticmethod
-    def counted(mask: torch.Tensor) -> torch.Tensor | None:
+    @classmethod
+    def visible(cls, mask: torch.Tensor) -> torch.Tensor:
+        """Return a mask of the stock forward as a boolean one, True of what a query sees."""
+        if mask.is_floating_point() and mask.dim() > 2:  # it is added; (B, N) has 1 and 0
+            return mask > torch.finfo(mask.dtype).min / 2
+        return mask == 0 if cls.mask_hides else mask != 0
+
+    @classmethod
+    def counted(cls, mask: torch.Tensor) -> torch.Tensor | None:
         """Return which positions of the output are compared (B, N, 1), those that see a key by the stock mask; None: all."""
+        visible = cls.visible(mask)
         if mask.dim() == 2:
-            return mask.bool()[..., None]
+            return visible[..., None]
         if mask.dim() < 4:
             return None
-        is_added = mask.is_floating_point()
-        visible = (mask > torch.finfo(mask.dtype).min / 2 if is_added else mask != 0).any(-1)  # (B, H, N) or (B, H, blocks, size)
-        visible = visible.any(1).flatten(1)
+        visible = visible.any(-1).any(1).flatten(1)  # (B, H, N, keys) or (B, H, blocks, size, keys)
         return visible[..., None] if visible.shape[-1] > 1 else None
 
     @classmethod

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from .._core.warn import warn_once
 from . import calls
 from .calls import CALLS, Calls, Compared
 from .compact import Compact, is_small, to_dense
+from .comparison import first_line
 
 ATTRIBUTE = "_triton_relattn"
 """What the class in place of a stock class has, and no other: a :class:`Replacement`."""
@@ -119,6 +121,7 @@ class Replacement:
     def run(self, module: Any, given: dict[str, Any]) -> Any:
         """Compute what the stock forward returns."""
         small = {name: value.small if isinstance(value, Compact) else value for name, value in given.items()}
+        small |= _cast(module, {name: small.get(name) for name in self.ours.casts})
         result = self.function(module, **self.forward_takes(small))
         if type(result) is tuple:  # what is passed on as it came knows its dense form
             passed = {id(small[name]): value for name, value in given.items() if isinstance(value, Compact) and not value.is_none}
@@ -143,7 +146,7 @@ class Replacement:
                 if is_large and self.is_served(module, given):
                     difference = calls.compare_call(self, module, args, kwargs, pairs)
                     if not difference:
-                        return self.run(module, given)
+                        return self._run_or_stock(module, args, kwargs, given)
                     restore(module)
                     warnings.warn(
                         f"triton_relattn: {self.stock.__qualname__} differs from the stock forward in this call and uses its "
@@ -153,6 +156,26 @@ class Replacement:
             return self.by_stock(module, args, kwargs)
         finally:
             record.running -= 1
+
+    def _run_or_stock(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, Any]) -> Any:
+        """Compute a call by ours; where that raises, by the stock forward, whose own error counts if it raises as well."""
+        try:
+            return self.run(module, given)
+        except torch.OutOfMemoryError:  # the stock forward needs more
+            raise
+        except Exception as error:
+            if given.get("cache") is not None:  # ours may have appended keys to it, and the stock forward would do so again
+                raise
+            text = f"{type(error).__name__}: {first_line(error)}"
+        result = self.by_stock(module, args, kwargs)
+        stock = self.stock.__qualname__
+        warn_once(
+            f"ours raises {stock} {text}",
+            f"triton_relattn: calls of {stock} like this one are computed by its stock forward, because ours raises {text}",
+            4,
+            UserWarning,
+        )
+        return result
 
     def by_stock(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute a call by the stock forward."""
@@ -172,6 +195,19 @@ class Replacement:
         if not isinstance(mask, torch.Tensor) or mask.numel() == 0 or (visible := self.ours.counted(mask)) is None:
             return None
         return visible[:, : self.ours.num_positions(arguments)]  # type: ignore[no-any-return]  # blocks may be longer
+
+
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _cast(module: nn.Module, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return arguments in the dtype of a module's weights, where they have another: the stock forward casts them, or refuses them."""
+    dtype = next((weight.dtype for weight in module.parameters()), None)
+    others = {name: value for name, value in given.items() if isinstance(value, torch.Tensor) and value.dtype != dtype}
+    if not others or dtype not in FLOATING or any(weight.dtype != dtype for weight in module.parameters()):
+        return {}
+    # Autocast casts by itself.
+    return {name: value.to(dtype) for name, value in others.items() if not torch.is_autocast_enabled(value.device.type)}
 
 
 def _taken(function: Callable[..., Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:

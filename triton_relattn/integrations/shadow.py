@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import OrderedDict
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
 MOST_WEIGHTS = 1 << 24
@@ -50,13 +52,48 @@ def shadow(module: nn.Module, convert: Convert, replace: Callable[[nn.Module], n
 def copied_tensor(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return a copy of a tensor, or a parameter; of floating-point ones in dtype, unless that is None."""
     is_floating = tensor.is_floating_point()
-    copy = tensor.detach().to(tensor.dtype if dtype is None or not is_floating else dtype, copy=True)
-    return nn.Parameter(copy, is_floating) if isinstance(tensor, nn.Parameter) else copy
+    new = tensor.detach().to(tensor.dtype if dtype is None or not is_floating else dtype, copy=True)
+    return nn.Parameter(new, is_floating) if isinstance(tensor, nn.Parameter) else new
 
 
 def copied(model: Any) -> Any:
     """Return a shadow with the same parameters, and with buffers of its own."""
     return shadow(model, lambda tensor: tensor if isinstance(tensor, nn.Parameter) else copied_tensor(tensor))
+
+
+def copied_argument(value: Any, dtype: torch.dtype | None, number: int) -> Any:
+    """Return a copy of an argument, of floating-point tensors in dtype, unless that is None.
+
+    Of a cache the layer with a number is copied, without its graph: the forward of attention writes to no other one.
+    """
+    if isinstance(value, (torch.Tensor, tuple, list, dict)):
+        return tree_map_only(torch.Tensor, lambda tensor: copied_tensor(tensor, dtype), value)
+    if not _is_cache(value):
+        return copy.deepcopy(value)
+    new = copy.copy(value)
+    for name, part in vars(value).items():
+        if name == "layers":
+            new.layers = list(part)
+            for layer in part[number : number + 1]:
+                own = new.layers[number] = copy.copy(layer)
+                vars(own).update(copied_argument(vars(layer), dtype, number))
+        elif isinstance(part, dict) or _is_cache(part):
+            setattr(new, name, copied_argument(part, dtype, number))
+    return new
+
+
+def _is_cache(value: Any) -> bool:
+    """Return whether a value is a cache of transformers: of layers, or a pair of those, for own and for an encoder's states."""
+    return hasattr(value, "get_seq_length") and (hasattr(value, "layers") or hasattr(value, "self_attention_cache"))
+
+
+def cached_tensors(value: Any, number: int) -> list[torch.Tensor]:
+    """Return the tensors of the layer with a number of a cache; none if value is something else."""
+    if not _is_cache(value):
+        return []
+    caches = [value] if hasattr(value, "layers") else [value.self_attention_cache, value.cross_attention_cache]
+    own = [vars(layer) for cache in caches for layer in cache.layers[number : number + 1]]
+    return [tensor for tensor in tree_leaves(own) if isinstance(tensor, torch.Tensor)]
 
 
 def with_random_weights(module: nn.Module, device: str = "cpu", changes_buffers: bool = True) -> Any:

@@ -17,7 +17,7 @@ from ..in_place import padded as padded
 from ..operators import drop_probability, split_heads
 from ..replacement import Replacement
 from ..shadow import copied, projections
-from .roles import MASK, argument_roles
+from .roles import MASK, POSITIONS, argument_roles
 
 SHOWN, HIDDEN, ADDED = "not 0 where a query sees a key", "0 where a query sees a key", "added to the scores"
 """What a mask of a stock module can mean."""
@@ -74,6 +74,7 @@ class Kind:
     mask_dims: ClassVar[int] = 2
     """The dimensions of a mask of padding, (B, N), (B, 1, N) or (B, 1, 1, N)."""
     fewest = FEWEST
+    casts: tuple[str, ...] = ()
     small: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
     passes_on = lacks_weights = False
@@ -81,6 +82,7 @@ class Kind:
     def __init__(self, stock: type[nn.Module], layout: Layout) -> None:
         self.stock, self.layout = stock, layout
         self.roles, self.options = dict(layout.roles), dict(layout.options)
+        self.casts = (*self.state_roles, POSITIONS)
 
     @classmethod
     def read(cls, module: nn.Module) -> Reading | None:

@@ -69,6 +69,7 @@ class BloomAttention(AlibiAttention):
 
 class MptAttention(AlibiAttention):
     constants = ("position_bias",)
+    mask_hides = True
 
     def forward(
         self,
@@ -83,7 +84,7 @@ class MptAttention(AlibiAttention):
             mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
         query, key, value = (split_heads(states, self.head_dim) for states in mixed.chunk(3, dim=2))
         options = {"dropout_p": self.attn_dropout_p if self.training else 0.0, "scale": self.softmax_scale}
-        out = self.attend(query, key, value, position_bias[None], ~attention_mask, cache, **options)
+        out = self.attend(query, key, value, position_bias[None], self.visible(attention_mask), cache, **options)
         return self.out_proj(out), None
 
     def serves(self, position_bias: Any, attention_mask: Any) -> bool:  # type: ignore[override]

@@ -26,6 +26,8 @@ class SoftcapAttention(ChunkedAttention):
 
 
 class Gemma3nAudioAttention(SoftcapAttention):
+    mask_hides = True
+
     def forward(self, hidden_states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """hidden_states (B, N, C), mask bool (B, N), True of padding; returns (B, N, H, D)."""
         query, key, value = query_key_value(self, hidden_states)
@@ -39,16 +41,16 @@ class Gemma3nAudioAttention(SoftcapAttention):
             value,
             rel_key=split_heads(positions.pos_proj(sinusoids), self.head_dim)[0],
             positions=RelativePositions(-past, future),
-            attn_mask=~mask[:, None, None, :],
+            attn_mask=self.visible(mask)[:, None, None, :],
             window_size=(past, future),
             scale=1.0,
             softcap=self.attention_logits_soft_cap,
         )
         return out.transpose(1, 2)  # type: ignore[no-any-return]
 
-    @staticmethod
-    def counted(mask: torch.Tensor) -> torch.Tensor | None:
-        return ~mask[..., None, None]
+    @classmethod
+    def counted(cls, mask: torch.Tensor) -> torch.Tensor | None:
+        return cls.visible(mask)[..., None, None]  # the output is (B, N, H, D)
 
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
         mask = torch.zeros(batch, length).bool() if real is None else ~real

@@ -27,6 +27,8 @@ from .masks import Padding
 class ParakeetAttention(Attention):
     """(q_i + u) . k_j + (q_i + v) . R[j - i], both scaled; R, a row per distance and head, projected sinusoids."""
 
+    casts = ("position_embeddings",)
+
     def forward(
         self,
         hidden_states: torch.Tensor,

@@ -41,7 +41,7 @@ class VitsAttention(SpeechAttention):
 class SpeechT5Attention(SpeechAttention):
     """(q_i . k_j + q_i . E[j - i]), scaled, distances clipped; E (R, D) of the encoder, for all layers and heads."""
 
-    small = ("position_bias",)
+    small = casts = ("position_bias",)
 
     @staticmethod
     def applies(module: Any) -> bool:
