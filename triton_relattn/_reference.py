@@ -69,7 +69,7 @@ def in_reach(tensors: AttentionTensors, spec: AttentionSpec) -> torch.Tensor:
 
 
 def without_hidden(tensors: AttentionTensors, spec: AttentionSpec) -> AttentionTensors:
-    """Return tensors with zeros for keys, values and table rows that no pair in reach has: they may hold NaN, and 0 * NaN is NaN."""
+    """Return tensors with zeros for keys, values and table rows of no pair in reach: they may hold NaN, and 0 * NaN is NaN."""
     visible = in_reach(tensors, spec)
     is_seen = visible.any(2)[..., None]  # (B, 1, Nk, 1)
     changes = {name: torch.where(is_seen, getattr(tensors, name), 0) for name in ("key", "value")}

@@ -68,13 +68,22 @@ class SpeechBlock(nn.Module):
 
 class ConformerAttention(nn.Module):
     """ESPnet's attention as copied into a project. legacy: its older shift, with N rows, which wraps around to rows of other
-    queries."""
+    queries. future_first: the order of SPIRAL's rows. casts: positions may have another dtype than the weights, as in GigaAM."""
 
     def __init__(
-        self, width: int = 32, heads: int = 4, drop: float = 0.1, legacy: bool = False, past: bool = False, hides: bool = False
+        self,
+        width: int = 32,
+        heads: int = 4,
+        drop: float = 0.1,
+        legacy: bool = False,
+        past: bool = False,
+        hides: bool = False,
+        future_first: bool = False,
+        casts: bool = False,
     ) -> None:
         super().__init__()
         self.heads, self.legacy, self.past, self.hides = heads, legacy, past, hides
+        self.future_first, self.casts = future_first, casts
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(width, width) for _ in range(4))
         self.pos_proj = nn.Linear(width, width, bias=False)
         self.u_bias, self.v_bias = (nn.Parameter(torch.randn(heads, width // heads)) for _ in range(2))
@@ -94,7 +103,8 @@ class ConformerAttention(nn.Module):
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos_embedding: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        p = split_heads(self.pos_proj(pos_embedding), self.heads)
+        pos_embedding = pos_embedding.to(self.pos_proj.weight.dtype) if self.casts else pos_embedding
+        p = split_heads(self.pos_proj(pos_embedding.flip(1) if self.future_first else pos_embedding), self.heads)
         term = self.shifted((q + self.v_bias[:, None]) @ p.mT, k.shape[2])
         scores = ((q + self.u_bias[:, None]) @ k.mT + term) / math.sqrt(q.shape[-1])
         hidden = None if mask is None else mask[:, None] if self.hides else mask[:, None] == 0

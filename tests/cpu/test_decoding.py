@@ -33,6 +33,7 @@ from tests.cpu.models import (
     results,
     writer,
 )
+from triton_relattn.integrations import shadow
 from triton_relattn.integrations.transformers import enable
 
 pytestmark = pytest.mark.filterwarnings("error:.*(query_offset|positions=|attn_mask)")
@@ -74,6 +75,48 @@ def test_generation(name: str, how: str) -> None:
     for settings, expected in zip(given, stock, strict=True):
         assert torch.equal(model.generate(tokens, **settings), expected)
     assert len(set(stock[0][0, -14:].tolist())) == 14
+
+
+@pytest.mark.parametrize("name", ["t5", "umt5", "bloom", "falcon", "inkling2_loop"])
+@pytest.mark.parametrize("is_trained", [False, True], ids=["generate", "train"])
+def test_calls_with_a_cache_are_compared(name: str, is_trained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them, with a graph and without; of a cache no more is copied than the layer's own part."""
+    model = writer(name)
+    report = enable(model)
+    copied: list[int] = []
+    copied_tensor = shadow.copied_tensor
+
+    def counting(tensor: torch.Tensor, *options: Any) -> torch.Tensor:
+        copied.append(tensor.untyped_storage().data_ptr())
+        return copied_tensor(tensor, *options)
+
+    def refused(value: Any, *_: Any) -> Any:
+        raise AssertionError(f"a {type(value).__name__} is copied as a whole")
+
+    monkeypatch.setattr(shadow, "copied_tensor", counting)
+    monkeypatch.setattr(shadow.copy, "deepcopy", refused)
+    torch.manual_seed(1)
+    tokens = torch.randint(1, 50, (2, 12))
+    if is_trained:
+        model.train()(input_ids=tokens, labels=tokens, use_cache=True).loss.backward()
+    else:
+        model.generate(tokens, max_new_tokens=3, **GREEDY)
+    calls = report.calls()
+    assert calls.compared > 0 and copied and not calls.not_compared and not calls.differing
+
+
+def test_what_raises_behind_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys may be in the cache already: the stock forward would append them again, so the error is the caller's."""
+    model = writer("bloom")
+    enable(model, check_calls=False)
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise IndexError("planted")
+
+    attention = next(part for part in model.modules() if "Attention" in type(part).__name__)
+    monkeypatch.setattr(type(attention)._triton_relattn, "function", fails)
+    with pytest.raises(IndexError, match="planted"):
+        model(torch.randint(1, 50, (2, 12)), use_cache=True)
 
 
 PIECES = ((0, 9), (9, 10), (10, 25), (25, LENGTH))

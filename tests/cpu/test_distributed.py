@@ -113,14 +113,47 @@ CASES: dict[str, tuple[Tensors, Options]] = {
     "packed_causal": (packed(**operands(), **terms()), {**pack([11, 12]), **CAUSAL, "dropout_p": 0.3}),
     "packed_short": (packed(**operands(), **terms()), {**pack([4, 3, 5, 1, 6, 4]), "query_offset": torch.arange(6) - 3}),
 }
+FEATURES: dict[str, Options] = {
+    "lengths": {"key_lengths": torch.tensor([12, 19])},
+    "a window": {"window_size": (3, 3)},
+    "a window of the past": {"window_size": (4, 0)},
+    "causality": CAUSAL,
+    "an offset": {"query_offset": 5},
+    "offsets": {"query_offset": torch.tensor([-4, 9])},
+    "a key mask": {"attn_mask": normal(2, HEADS, 1, 23, seed=5) < 0.5},
+    "a mask": {"attn_mask": normal(2, 1, 23, 23, seed=9) < 1},
+    "a clipped table": {"positions": SHORT},
+    "a table that ends": {"positions": BEYOND},
+    "dropout": {"dropout_p": 0.4},
+    "a softcap": {"softcap": 3.0},
+}
+PACKS = ([5, 5, 5, 8], [4, 1, 4, 14], [0, 10, 5, 8], [9, 9, 5])
+"""Sequences whose first or last row begins a rank's piece of 23 rows, where four ranks have 4, 5, 5 and 9, or 5 and 6."""
+PAIRS = {
+    f"{first} and {second}": ({**operands(), **terms()}, FEATURES[first] | FEATURES[second])
+    for first, second in itertools.combinations(FEATURES, 2)
+    if not FEATURES[first].keys() & FEATURES[second].keys()
+}
+PAIRS |= {
+    f"packed {lengths} and {name}": (packed(**operands(), **terms()), {**pack(lengths), **FEATURES[name]})
+    for lengths in PACKS
+    for name in ("a window", "causality", "a clipped table", "dropout")
+}
+DRAWN = random.Random(81).sample(sorted(PAIRS), 48)
+"""Pairs of features: a case with one feature does not show what two of them do together."""
+CASES |= PAIRS
 SPREAD: tuple[tuple[int, str, str, Sequence[str]], ...] = (
     # Ranks, method, layout, cases.
-    (4, "all_to_all", "contiguous", tuple(CASES)),
+    (4, "all_to_all", "contiguous", tuple(name for name in CASES if name not in PAIRS)),
     (4, "all_to_all", "zigzag", ("causal", "terms", "key_mask", "dropout", "packed")),
     (3, "all_to_all", "contiguous", ("terms", "other_keys", "low_key_mask", "packed_causal")),
     (1, "all_to_all", "zigzag", ("terms", "packed")),
-    (4, "gather", "contiguous", tuple(CASES)),
+    (4, "gather", "contiguous", tuple(name for name in CASES if name not in PAIRS)),
     (3, "gather", "zigzag", ("terms", "window", "future", "mask", "offsets", "dropout", "packed_causal")),
+    (2, "gather", "contiguous", DRAWN),
+    (2, "gather", "zigzag", DRAWN[::2]),
+    (4, "gather", "contiguous", DRAWN[1::2]),
+    (2, "all_to_all", "contiguous", DRAWN[::3]),
 )
 """Only gathered keys support full masks and head counts that the ranks do not divide."""
 

@@ -7,8 +7,10 @@ module is stock.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import importlib
 import io
 import pickle
 import threading
@@ -22,10 +24,11 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from tests.conftest import forget_warnings
 from tests.cpu import stock
 from tests.cpu.models import LENGTH, Sizes, arguments, assert_as_stock, build, counted, output, real
 from tests.cpu.stock import Altered, ShawAttention, StepByStep
-from tests.tolerance import assert_near
+from tests.tolerance import assert_at_most, assert_near
 from triton_relattn import disable, enable
 
 LONG = (4, 257, 32)
@@ -167,6 +170,117 @@ def test_a_rule_that_only_calls_show(make: Callable[[], Any], masks: tuple[Any, 
     assert_noticed(module, torch.randn(*LONG), *masks)
 
 
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "training"])
+@pytest.mark.parametrize("shape", [LONG, (1, 1030, 32), (33, 129, 32)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_two_percent_more(training: bool, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """A rule that begins later and changes 2 % is noticed in each mode, size and dtype (in bfloat16 6 %: 2 % may be rounding)."""
+    factor = 1 + max(0.02, 8 * torch.finfo(dtype).eps)
+    module: Any = (
+        Altered(lambda module, out, *_: factor * out if getattr(module, "late", False) else out).to(dtype).train(training)
+    )
+    enable(module)
+    x = torch.randn(shape, dtype=dtype)
+    module(x)
+    module.late = True
+    assert_noticed(module, x)
+
+
+def test_masks_one_diagonal_off() -> None:
+    """A mask that hides the future from the next key on is causal; one that begins a diagonal later is not."""
+    x = torch.randn(8, 128, 32)
+    for diagonal in (1, 2, 3):
+        module = stock.MusicAttention().eval()
+        enable(module, check_calls=False)
+        assert_as_stock(module, x, x, x, torch.ones(128, 128).triu(diagonal), is_ours=diagonal == 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("options", [{}, {"check_calls": False}], ids=str)
+def test_positions_of_another_dtype(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """A stock forward that casts its positions, as GigaAM's: ours runs, without a warning."""
+    module = stock.ConformerAttention(casts=True).to(dtype).eval()
+    x, positions = torch.randn(4, 257, 32, dtype=dtype), torch.randn(1, 513, 32)
+    given = x, x, x, positions, None
+    expected = nn.Module.__call__(module, *given)
+    enable(module, **options)
+    with warnings.catch_warnings(), Sizes() as sizes:
+        warnings.simplefilter("error")
+        out = module(*given)
+    assert sizes.ours and out.dtype == dtype
+    eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps if dtype == torch.float64 else torch.finfo(dtype).eps
+    assert_at_most("out", (out - expected).abs().max(), 16 * max(eps, 2.0**-40) * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("options", [{}, {"check_calls": False}], ids=str)
+def test_what_raises_in_ours_alone(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call is the stock forward's; one warning names the exception, and says nothing of other calls' results."""
+    forget_warnings()
+    module: Any = ShawAttention().eval()
+    x = torch.randn(*LONG)
+    expected = output(module, {"x": x})
+    enable(module, **options)
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise IndexError("planted")
+
+    replacement = type(module)._triton_relattn
+    with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr(replacement, "function", fails)
+        for _ in range(3):
+            assert torch.equal(output(module, {"x": x}), expected)
+        with pytest.raises(RuntimeError):  # the stock forward's own error
+            module(torch.randn(4, 257, 31))
+    (text,) = {str(warning.message) for warning in caught if "triton_relattn" in str(warning.message)}
+    assert "IndexError: planted" in text and "wrong" not in text
+    assert_as_stock(module, x, is_ours=True)
+
+
+STEPS = {
+    "compare": "enable",
+    "count_bytes": "enable",
+    "enabled_class": "enable",
+    "Report": "enable",
+    "change_classes": "enable",
+    "Calls": "replacement",
+    "link_encoder": "replacement",
+}
+"""What enable calls, one after the other, and the file that calls it."""
+
+
+class Interrupted(BaseException):
+    """As KeyboardInterrupt."""
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("number", [1, 2])
+def test_an_exception_at_any_step(step: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """enable is interrupted when a step is reached for the first or the second time: the model stays as it was."""
+    model = build("t5")
+    given = arguments("t5", model, [20, 13])
+    expected, before = output(model, given), [(type(part), dict(vars(part))) for part in model.modules()]
+    owner: Any = importlib.import_module(f"triton_relattn.integrations.{STEPS[step]}")
+    reached, called = getattr(owner, step), 0
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal called
+        called += 1
+        if called == number:
+            raise Interrupted
+        return reached(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, step, interrupted)
+        with contextlib.suppress(Interrupted):
+            enable(model)
+    if called >= number:  # some steps are reached once
+        assert before == [(type(part), dict(vars(part))) for part in model.modules()] and disable(model) == {}
+    else:
+        disable(model)
+    assert torch.equal(output(model, given), expected)
+
+
 def test_a_probability_that_is_set_later() -> None:
     """Results without dropout stay equal, so dropout probabilities are compared as well."""
     module = StepByStep().train()
@@ -299,6 +413,34 @@ def test_hooks_on_the_dropout_of_the_weights(name: str) -> None:
             if "ropout" in type(part).__name__:
                 part.register_forward_hook(lambda _, __, result: 0 * result)
     assert_near("output", output(enabled, given), output(model, given))
+
+
+@pytest.mark.parametrize("name", ["mpt", "bloom", "falcon", "t5", "umt5", "deberta", "deberta_v2", "mpnet", "wav2vec2_bert"])
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+def test_a_fault_in_any_row(name: str, padding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row of a real token is compared, whatever a class's mask means; padding on either side is no fault."""
+    model = build(name)
+    given = arguments(name, model, [LENGTH, LENGTH if padding == "none" else 20])
+    if padding == "left":
+        given["attention_mask"] = given["attention_mask"].flip(1)
+    report = enable(model)
+    output(model, given)
+    assert report.calls().compared > 0 and not report.calls().differing
+    classes = {type(part) for part in model.modules()}
+    replacement = next(
+        found for kind in classes if (found := getattr(kind, "_triton_relattn", None)) and not found.ours.passes_on
+    )
+    true = replacement.function
+    for row in (0, LENGTH // 2, LENGTH - 1):  # real in the first sequence
+        again = copy.deepcopy(model)
+
+        def faulty(self: Any, *args: Any, row: int = row, **kwargs: Any) -> Any:
+            out, *more = true(self, *args, **kwargs)
+            return out * torch.where(torch.arange(out.shape[1]) == row, 1.5, 1.0)[:, None], *more
+
+        with monkeypatch.context() as patch, pytest.warns(UserWarning, match="differs from the stock forward"):
+            patch.setattr(replacement, "function", faulty)
+            output(again, given)
 
 
 @pytest.mark.parametrize("name", ["bloom", "longt5"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -36,6 +37,23 @@ def module(kind: str, **options: Any) -> RelativeMultiheadAttention:
 
 def inputs(batch: int = 2, length: int = LENGTH) -> torch.Tensor:
     return torch.randn(batch, length, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_after_construction(kind: str) -> None:
+    """Projections begin as in torch.nn.MultiheadAttention, their biases at zero, and the same seed gives the same state."""
+    attention = module(kind)
+    glorot, linear = math.sqrt(6 / (2 * WIDTH)), math.sqrt(1 / WIDTH)
+    for name, parameter in attention.named_parameters():
+        if name.endswith("_proj.bias"):
+            assert not parameter.any(), name
+        elif name.endswith("_proj.weight"):
+            bound = linear if name == "out_proj.weight" else glorot
+            assert 0.9 * bound < float(parameter.detach().abs().max()) <= bound, name
+        else:
+            assert parameter.isfinite().all(), name
+    again = module(kind)
+    assert all(torch.equal(*pair) for pair in zip(attention.state_dict().values(), again.state_dict().values(), strict=True))
 
 
 def by_hand(attention: RelativeMultiheadAttention, kind: str, x: torch.Tensor, is_causal: bool, scale: float) -> torch.Tensor:

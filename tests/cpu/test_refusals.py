@@ -234,6 +234,48 @@ def test_families_that_stay_stock(name: str) -> None:
     assert all(word in row.kind and "use" in row.reason for row in report.rows if row.reason)
 
 
+class Projecting(nn.Module):
+    """An attention with parameters or children of these names, in no form that enable serves."""
+
+    def __init__(self, *names: str, is_child: bool = False) -> None:
+        super().__init__()
+        self.queries, self.keys, self.values = (nn.Linear(16, 16) for _ in range(3))
+        for name in names:
+            setattr(self, name, nn.Linear(16, 16) if is_child else nn.Parameter(torch.zeros(16)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.values(x)  # type: ignore[no-any-return]
+
+
+LOOK_ALIKES = {
+    "Music Transformer": Projecting("Er"),
+    "jason9693's": Projecting("E"),
+    "EfficientConformer": Projecting("u", "v"),
+    "EfficientConformer's layer": Projecting("pos_layer", is_child=True),
+    "sooftware's Conformer": Projecting("u_bias", "v_bias"),
+    "labml's": Projecting("key_pos_embeddings", "key_pos_bias", "query_pos_bias"),
+    "OpenNMT": Projecting("relative_positions_embeddings", is_child=True),
+    "neural_sp": Projecting("rel_pos_enc", is_child=True),
+    "a matrix": Projecting("rel_emb"),
+    "SAM-Med3D": Projecting("rel_pos_h", "rel_pos_w", "rel_pos_d"),
+    "data2vec": Projecting("alibi_scale"),
+}
+
+
+@pytest.mark.parametrize("name", LOOK_ALIKES)
+def test_names_that_are_recognised(name: str) -> None:
+    """What is found by its names alone is listed, with the call or what else to use."""
+    with pytest.warns(UserWarning, match="enable left 1 of 2"):
+        report = enable(nn.ModuleDict({"other": LOOK_ALIKES[name], "served": ShawAttention()}))
+    assert set(report) == {"served"} and ("docs/models.md" in report.left["other"] or "attn_mask" in report.left["other"])
+
+
+def test_names_that_others_have() -> None:
+    """The same names in a module without projections, or of another kind, mean nothing."""
+    with pytest.raises(ValueError, match="no relative attention that triton_relattn knows"):
+        enable(nn.ModuleDict({"knowledge graph": with_attribute(nn.Module(), "Er", nn.Parameter(torch.zeros(4)))}))
+
+
 class DisentangledSelfAttention(nn.Module):
     """The class's name in DeBERTa's package."""
 

@@ -81,6 +81,7 @@ EQUAL: dict[str, tuple[Callable[[], Any], Callable[[], tuple[Any, ...]]]] = {
     "espnet": (stock.ConformerAttention, conformer),
     "espnet, mask hides": (lambda: stock.ConformerAttention(hides=True), lambda: conformer(hides=True)),
     "espnet, past": (lambda: stock.ConformerAttention(past=True), conformer),
+    "espnet, rows from the future to the past": (lambda: stock.ConformerAttention(future_first=True), conformer),
     "espnet, legacy shift, past": (lambda: stock.ConformerAttention(legacy=True, past=True), lambda: conformer(rows=LENGTH)),
     "sam": (stock.GridAttention, lambda: (states(16, *GRID, WIDTH),)),
     "shaw": (stock.ShawAttention, lambda: (states(*LONG), padding())),

@@ -323,6 +323,23 @@ def test_autocast_casts_as_for_sdpa(outside: bool) -> None:
         assert gradient.dtype == torch.float32 and torch.equal(gradient, other.float())
 
 
+@pytest.mark.parametrize("name", ["rel_key", "rel_query", "rel_value", "rel_p2c", "rel_bias"])
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+)
+def test_autocast_casts_every_table(name: str, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """Whichever of a table and the other tensors is in float32, the call is that in bfloat16; a bias stays as it is."""
+    torch.manual_seed(0)
+    tensors = {part: torch.randn(1, 2, 10, 16, dtype=dtypes[0]) for part in ("query", "key", "value")}
+    tables = {name: torch.randn(*(19, 16)[: 1 if name == "rel_bias" else 2], dtype=dtypes[1])}
+    if name == "rel_query":
+        tables = {"rel_query": torch.randn(1, 2, 10, 16, dtype=dtypes[1]), "rel_key": torch.randn(19, 16, dtype=dtypes[1])}
+    with torch.autocast("cpu", torch.bfloat16):
+        found = attend_out(**tensors, **tables)
+    low = {part: tensor.bfloat16() for part, tensor in (tensors | tables).items() if part != "rel_bias"}
+    assert torch.equal(found, attend_out(**low, **({"rel_bias": tables["rel_bias"]} if name == "rel_bias" else {})))
+
+
 @pytest.mark.parametrize("implementation", ["blockwise", "reference"])
 def test_autocast_does_not_change_the_precision(implementation: str) -> None:
     """Inputs already in autocast's dtype give the same bits with and without autocast, forward and backward, for every term."""

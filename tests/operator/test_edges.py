@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -98,6 +99,39 @@ def test_a_bias_in_float32(dtype: torch.dtype, way: Way) -> None:
         assert golden is not None
         rounded = (golden.to(dtype).double() - golden).norm()
         assert (results["d_rel_bias"].double() - golden).norm() < rounded
+
+
+@pytest.mark.parametrize("outside", ["clamp", "zero"])
+@pytest.mark.parametrize("table", TABLES)
+def test_tables_about_as_long_as_the_call(table: str, outside: str, way: Way) -> None:
+    """Tables whose first and last rows are within two of the most distant keys: a row more or less is one key of the far term."""
+    ends = [-3, -1, 0, 2] if way.implementation == "triton" else range(-3, 3)
+    for before, behind in itertools.product(ends, ends):
+        sample = Sample(num_queries=10, num_keys=12, tables=(table,), positions=(-9 + before, 11 + behind, outside))
+        check(replace(sample, dtype=str(way.dtype).removeprefix("torch."), width=way.width, value_width=way.width), way)
+
+
+@pytest.mark.parametrize("mask", [None, "float32"])
+@pytest.mark.parametrize(
+    "of_sequences",
+    [{"query_offset": (0, 3, -4)}, {"key_lengths": (20, 5, 12)}, {"query_offset": (5, 5, 2), "key_lengths": (9, 20, 1)}],
+)
+def test_what_differs_by_sequence(of_sequences: dict[str, Any], mask: str | None, way: Way) -> None:
+    """Lengths and offsets of sequences, with values so few that probabilities are kept for the backward."""
+    sample = Sample(batch=3, num_queries=20, num_keys=20, tables=("rel_key",), positions=(-19, 19, "clamp"), **of_sequences)
+    check(replace(sample, mask=mask, mask_shape=(3, 1, 1, 20) if mask else (), width=way.width, value_width=way.width), way)
+
+
+def test_a_table_beyond_all_positions_is_used_twice(way: Way) -> None:
+    """A block of old keys: all pairs have the table's end row, and the table is no less usable in another call."""
+    inputs = make_inputs(1, 2, 300 if way.implementation != "triton" else 40, 40, 16, num_rows=17, dtype=way.dtype, seed=3)
+    leaves = {name: tensor.requires_grad_() for name, tensor in inputs._asdict().items() if tensor is not None}
+    table = leaves["rel_key"]
+    used = table.square().sum()
+    for offset in (4096, -4096, 4096):
+        used = used + way.attend(*(leaves[name] for name in ("query", "key", "value", "rel_key")), query_offset=offset)[0].sum()
+    used.backward()
+    assert table._version == 0 and table.grad is not None and table.grad.isfinite().all()
 
 
 # Masks.

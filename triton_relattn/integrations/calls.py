@@ -32,7 +32,7 @@ SCORES = 6
 """How many tensors of the size of its scores a stock forward holds at a time, about."""
 FACTOR = 3.0
 """How many times as far from the exact result as the stock forward's ours may be."""
-SMALLEST = {torch.float64: 2.0**-30, torch.float32: 2.0**-16, torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}
+SMALLEST = {torch.float64: 2.0**-30, torch.float32: 2.0**-16, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-8}
 """Differences that pass in any case, as a share of the largest number: the stock result may be exact by chance."""
 
 
@@ -134,11 +134,9 @@ def _why_not(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pairs: 
     """Return why a call is not compared; nothing if it is."""
     given = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and not has_dense(value))
     tensors = [*given, *module.parameters()]
-    weights = sum(weight.numel() for weight in module.parameters())
-    cached = sum(
-        tensor.numel() for value in (*args, *kwargs.values()) for tensor in cached_tensors(value, _layer(module, kwargs))
-    )
-    if SCORES * 8 * pairs + 8 * (weights + cached) > MOST_BYTES:
+    cached = [tensor for value in (*args, *kwargs.values()) for tensor in cached_tensors(value, _layer(module, kwargs))]
+    copies = sum(tensor.numel() for tensor in (*module.parameters(), *cached))
+    if SCORES * 8 * pairs + 8 * copies > MOST_BYTES:
         return f"the stock forward needs more than {MOST_BYTES >> 20} MiB"
     if getattr(module, "_is_replica", False):
         return "it is a replica of DataParallel"

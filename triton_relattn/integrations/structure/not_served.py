@@ -7,14 +7,20 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ..shadow import projections
+
 
 class NotServed(NamedTuple):
-    """A kind that the operator does not compute: a module with one of each of the attributes, or embeddings, is of it."""
+    """A kind that enable does not serve: a module with one of each of the attributes, or embeddings, is of it.
+
+    has_projections: only a module that projects queries, keys and values, since others have such names as well.
+    """
 
     title: str
     attributes: tuple[tuple[str, ...], ...]
     instead: str
     has_embeddings: bool = False
+    has_projections: bool = False
 
 
 AS_MASK = "use scaled_dot_product_attention with the bias (H, N, N) as attn_mask"
@@ -68,13 +74,39 @@ NOT_SERVED = (
     NotServed("buckets of three streams (ProphetNet)", (("relative_pos_embeddings",),), "use the model's own code"),
     NotServed(
         "Transformer-XL's terms in a class of another form",
-        (("r_w_bias", "pos_bias_u"), ("r_r_bias", "pos_bias_v")),
+        (
+            ("r_w_bias", "pos_bias_u", "u", "u_bias", "content_bias", "key_pos_bias"),
+            ("r_r_bias", "pos_bias_v", "v", "v_bias", "pos_bias", "query_pos_bias", "key_pos_embeddings"),
+        ),
         f"its forward takes other arguments than those that enable knows; {BY_HAND}, tables.fold_transformer_xl folds the terms",
+        has_projections=True,
     ),
     NotServed(
         "positions on a grid in a class of another form (BoTNet, HaloNet, MONAI)",
         (("height_rel", "rel_height", "rel_positional_embedding"),),
         f"{BY_HAND}, decomposed_relative_attention",
+    ),
+    NotServed(
+        "positions on a grid of three dimensions (SAM-Med3D)",
+        (("rel_pos_h",), ("rel_pos_d", "rel_pos_t")),
+        f"decomposed_relative_attention has two: {AS_MASK}",
+    ),
+    NotServed(
+        "ALiBi with trained slopes (data2vec 2)",
+        (("alibi_scale", "alibi_slopes", "learned_alibi_scale"),),
+        f"{BY_HAND}, ALiBi's with the slopes times the distances as rel_bias",
+    ),
+    NotServed(
+        "a row per distance that meets the query, in a class of another form (Music Transformer, Shaw et al.)",
+        (
+            (
+                *("Er", "E", "rel_emb", "rel_embedding", "rel_embeddings", "relative_embeddings", "pos_layer", "rel_pos_enc"),
+                *("rel_pos_emb", "relative_position", "relative_positions", "relative_position_k", "relative_position_embedding"),
+                *("relative_positions_embeddings", "relative_positional_encoding", "relative_key_embeddings"),
+            ),
+        ),
+        f"its forward is none of those that enable knows; {BY_HAND}, with the rows as rel_key",
+        has_projections=True,
     ),
 )
 
@@ -85,8 +117,11 @@ def recognised(module: nn.Module) -> NotServed | None:
         return None
     embeddings = {name for name, child in module.named_children() if isinstance(child, nn.Embedding)}
     attributes = {*vars(module), *module._modules, *module._parameters, *module._buffers}
+    has_projections = len(projections(module)) > 1 or any(given == 3 * taken for taken, given in projections(module).values())
     for kind in NOT_SERVED:
         names = embeddings if kind.has_embeddings else attributes
+        if kind.has_projections and not has_projections:
+            continue
         if all(names & set(choices) for choices in kind.attributes):
             return kind
     return None

@@ -92,7 +92,7 @@ class RelativePositionalEncoding(Attention):
 class WavLMAttention(SpeechAttention):
     """q_i . k_j, scaled, + gate_i * b[bucket(j - i)]: a gate per query and head. The first layer passes b on."""
 
-    small = ("position_bias",)
+    small = casts = ("position_bias",)
 
     def forward(
         self,
