@@ -75,7 +75,7 @@ def without_hidden(tensors: AttentionTensors, spec: AttentionSpec) -> AttentionT
     changes = {name: torch.where(is_seen, getattr(tensors, name), 0) for name in ("key", "value")}
     row, inside = table_rows(tensors, spec)
     uses = torch.zeros(spec.last - spec.first + 1, device=row.device)
-    is_used = uses.index_add(0, row.flatten(), (visible & inside).flatten().to(uses.dtype)) > 0  # (R,)
+    is_used = uses.scatter_add(0, row.flatten(), (visible & inside).flatten().to(uses.dtype)) > 0  # (R,)
     for name in TABLES:
         if (table := getattr(tensors, name)) is not None:
             changes[name] = torch.where(is_used if name == "rel_bias" else is_used[:, None], table, 0)
