@@ -203,7 +203,8 @@ FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def _cast(module: nn.Module, given: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Return arguments of another dtype than a module's weights in theirs: the stock forward casts them, or refuses them."""
     dtype = next((weight.dtype for weight in module.parameters()), None)
-    others = {name: value for name, value in given.items() if isinstance(value, torch.Tensor) and value.dtype != dtype}
+    others = {name: value for name, value in given.items() if isinstance(value, torch.Tensor) and value.dtype in FLOATING}
+    others = {name: value for name, value in others.items() if value.dtype != dtype}
     if not others or dtype not in FLOATING or any(weight.dtype != dtype for weight in module.parameters()):
         return {}
     # Autocast casts by itself.
