@@ -62,7 +62,10 @@ class Compact(torch.Tensor):
         """Return the same in another dtype, for floating-point forms."""
 
         def converted(tensor: Any) -> Any:
-            return tensor.to(dtype) if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() else tensor
+            if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+                return tensor
+            with torch._C.DisableTorchFunction():  # a comparison promotes the casts of forwards, not those of what they are given
+                return tensor.to(dtype)
 
         make = self._make
         return self._wrapped(converted(self._plain()), lambda small: converted(make(small)), self.is_none)  # type: ignore[no-any-return]
