@@ -34,6 +34,7 @@ from tests.cpu.models import (
     results,
     writer,
 )
+from triton_relattn.integrations import in_place
 from triton_relattn.integrations.transformers import enable
 
 pytestmark = pytest.mark.filterwarnings("error:.*(query_offset|positions=|attn_mask)")
@@ -66,10 +67,24 @@ def test_generation(name: str, how: str) -> None:
     """Generation gives the same tokens, with and without left padding."""
     # With a static cache the stock model cannot read more tokens than its window.
     changes: dict[str, Any] = {"sliding_window_size": 40} if name.startswith("inkling2") and "static" in how else {}
-    model = writer(name, **changes)
+    generate_the_same(writer(name, **changes), HOW[how])
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.thorough] * (name != "inkling2_loop")) for name in WRITERS]
+)
+@pytest.mark.parametrize("without_mask", [False, True])
+def test_generation_with_both(name: str, without_mask: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours reads the prompt, stock forwards read the single tokens after it, as where models are small."""
+    monkeypatch.setattr(in_place.InPlace, "fewest", 500)
+    generate_the_same(writer(name), {}, without_mask)
+
+
+def generate_the_same(model: Any, how: dict[str, Any], without_mask: bool = False) -> None:
     torch.manual_seed(1)
     tokens = torch.randint(1, 50, (2, 12))
-    given = [{"attention_mask": padding_first(count, 12), "max_new_tokens": 14, **GREEDY, **HOW[how]} for count in (0, 5)]
+    masks = [None] if without_mask else [padding_first(count, 12) for count in (0, 5)]
+    given = [{"attention_mask": mask, "max_new_tokens": 14, **GREEDY, **how} for mask in masks]
     stock = [model.generate(tokens, **settings) for settings in given]
     enable(model)
     for settings, expected in zip(given, stock, strict=True):

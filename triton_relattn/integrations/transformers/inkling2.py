@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
-import types
 from typing import Any
 
 import torch
@@ -110,17 +110,20 @@ def no_distances(*args: Any, **given: Any) -> Any:
     if is_graph():
         return stock.get_relative_distance(*args, **given)
     named = inspect.signature(stock.get_relative_distance).bind(*args, **given).arguments
-    if (cache := named["cache"]) is not None:  # its sizes now, before the layers change it
-        length, layers = named["inputs_embeds"].shape[1], range(len(cache.layers))
-        sizes = [cache.get_mask_sizes(length, layer) for layer in layers]
-        offsets = [cache.get_query_offset(layer) for layer in layers]
-        named["cache"] = types.SimpleNamespace(
-            layers=cache.layers,
-            is_sliding=cache.is_sliding,
-            get_query_offset=offsets.__getitem__,
-            get_mask_sizes=lambda _, layer: sizes[layer],
-        )
+    if named["cache"] is not None:
+        named["cache"] = sizes_now(named["cache"], named["inputs_embeds"].shape[1])
     return Compact.of(None, lambda _: stock.get_relative_distance(**named))
+
+
+def sizes_now(cache: Any, length: int) -> Any:
+    """Return a cache with the sizes and offsets that it has now, before the layers of a call with length tokens change it."""
+    now, layers = copy.copy(cache), range(max(1, len(cache.layers)))  # a layer that does not exist yet has the first one's
+    sizes = [cache.get_mask_sizes(length, layer) for layer in layers]
+    offsets = [cache.get_query_offset(layer) for layer in layers]
+    offsets = [offset.clone() if isinstance(offset, torch.Tensor) else offset for offset in offsets]  # static ones count in place
+    now.layers, now.get_query_offset = list(cache.layers), offsets.__getitem__
+    now.get_mask_sizes = lambda _, layer: sizes[layer]
+    return now
 
 
 def without_distances(model: Any) -> Any:
