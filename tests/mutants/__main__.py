@@ -54,7 +54,7 @@ AREAS = {
     "kernels/config": "compile/test_profiles compile/test_defaults compile/test_launches",
     "kernels/delta": "operator/test_draws interpreter/test_delta",
     "kernels/fences": "compile/test_fences",
-    "kernels/grid": "interpreter/test_grids",
+    "kernels/grid": "operator/test_grids interpreter/test_grids",
     "kernels/splits": "interpreter/test_key_splits",
     "kernels/tile/registers": "interpreter/test_rotations operator/test_draws",
     "kernels/tuning": "interpreter/test_tuning",
