@@ -270,6 +270,7 @@ def test_offsets_of_a_head_and_of_a_tile(where: str, name: str) -> None:
 def test_offsets_of_a_bias() -> None:
     """Rows of a bias so far apart that their offsets do not fit in 32 bits."""
     inputs = make_inputs(1, 2, 20, 20, 8, num_rows=19, per_head=True, rel_key=False, rel_bias=True, dtype=torch.float32, seed=6)
+    assert inputs.rel_bias is not None
     wide = inputs._replace(rel_bias=far_apart(inputs.rel_bias[None, :, :, None], 2, 2**27)[0, :, :, 0])
     config = TileConfig(32, 16, 4, 1)
     for result, expected in zip(run(wide, config), run(inputs, config), strict=True):
