@@ -60,6 +60,9 @@ def stock_mask(arguments: dict[str, Any]) -> Any:
 def with_dense(kind: type[Compact], small: torch.Tensor | None, arguments: dict[str, Any]) -> Any:
     """Return a small mask that knows the stock one, as a tensor in any case."""
     given = {**arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    for name in ("q_offset", "kv_offset"):  # a static cache counts in place, before the mask is needed
+        if isinstance(given.get(name), torch.Tensor):
+            given[name] = given[name].clone()
     return kind.of(small, lambda _: stock_mask(given))
 
 
