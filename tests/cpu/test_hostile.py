@@ -171,7 +171,9 @@ def test_a_rule_that_only_calls_show(make: Callable[[], Any], masks: tuple[Any, 
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "training"])
-@pytest.mark.parametrize("shape", [LONG, (1, 1030, 32), (33, 129, 32)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [LONG, *(pytest.param(shape, marks=pytest.mark.thorough) for shape in ((1, 1030, 32), (33, 129, 32)))], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_two_percent_more(training: bool, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """A rule that begins later and changes 2 % is noticed in each mode, size and dtype (in bfloat16 6 %: 2 % may be rounding)."""
@@ -254,7 +256,7 @@ class Interrupted(BaseException):
 
 
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_an_exception_at_any_step(step: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """enable is interrupted when a step is reached for the first or the second time: the model stays as it was."""
     model = build("t5")
@@ -416,7 +418,9 @@ def test_hooks_on_the_dropout_of_the_weights(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mpt", "bloom", "falcon", "t5", "umt5", "deberta", "deberta_v2", "mpnet", "wav2vec2_bert"])
-@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@pytest.mark.parametrize(
+    "padding", ["left", *(pytest.param(padding, marks=pytest.mark.thorough) for padding in ("none", "right"))]
+)
 def test_a_fault_in_any_row(name: str, padding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row of a real token is compared, whatever a class's mask means; padding on either side is no fault."""
     model = build(name)

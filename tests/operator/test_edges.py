@@ -101,7 +101,7 @@ def test_a_bias_in_float32(dtype: torch.dtype, way: Way) -> None:
         assert (results["d_rel_bias"].double() - golden).norm() < rounded
 
 
-@pytest.mark.parametrize("outside", ["clamp", "zero"])
+@pytest.mark.parametrize("outside", ["clamp", pytest.param("zero", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("table", TABLES)
 def test_tables_about_as_long_as_the_call(table: str, outside: str, way: Way) -> None:
     """Tables whose first and last rows are within two of the most distant keys: a row more or less is one key of the far term."""
