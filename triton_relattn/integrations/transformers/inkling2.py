@@ -15,7 +15,7 @@ from ..calls import is_graph
 from ..compact import Compact
 from ..libraries import argument_name, with_globals
 from ..operators import join_heads
-from .base import Attention, Encoder
+from .base import Attention, Encoder, first_position
 from .inkling import InklingAttention
 
 CACHE = argument_name(stock.Inkling2ShortConvolution.forward, "cache")
@@ -117,10 +117,9 @@ def no_distances(*args: Any, **given: Any) -> Any:
 
 def sizes_now(cache: Any, length: int) -> Any:
     """Return a cache with the sizes and offsets that it has now, before the layers of a call with length tokens change it."""
-    now, layers = copy.copy(cache), range(max(1, len(cache.layers)))  # a layer that does not exist yet has the first one's
+    now, layers = copy.copy(cache), range(max(1, len(cache.layers)))  # of a cache without layers the first one is asked for
     sizes = [cache.get_mask_sizes(length, layer) for layer in layers]
-    offsets = [cache.get_query_offset(layer) for layer in layers]
-    offsets = [offset.clone() if isinstance(offset, torch.Tensor) else offset for offset in offsets]  # static ones count in place
+    offsets = [first_position(cache, layer) for layer in layers]
     now.layers, now.get_query_offset = list(cache.layers), offsets.__getitem__
     now.get_mask_sizes = lambda _, layer: sizes[layer]
     return now

@@ -60,9 +60,8 @@ def stock_mask(arguments: dict[str, Any]) -> Any:
 def with_dense(kind: type[Compact], small: torch.Tensor | None, arguments: dict[str, Any]) -> Any:
     """Return a small mask that knows the stock one, as a tensor in any case."""
     given = {**arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    for name in ("q_offset", "kv_offset"):  # a static cache counts in place, before the mask is needed
-        if isinstance(given.get(name), torch.Tensor):
-            given[name] = given[name].clone()
+    if isinstance(given.get("q_offset"), torch.Tensor):  # a static cache counts on in it, before the mask is needed
+        given["q_offset"] = given["q_offset"].clone()
     return kind.of(small, lambda _: stock_mask(given))
 
 
