@@ -241,7 +241,7 @@ def check_arguments(call: Call, launch: Recorded) -> None:
             assert kind == ("constexpr" if stride == 1 else "i32" if stride < 2**31 else "i64"), (name, strides, types)
         if name in BUFFERS | PARTIAL_SUMS:
             assert tensor.is_contiguous(), name
-            is_gradient = name in PARTIAL_SUMS and launch.grid[1] == 1 and not launch["ADDS"]
+            is_gradient = name in PARTIAL_SUMS and tensor.shape[0] == 1 and not launch["ADDS"]
             assert tensor.dtype == torch.float32 or (is_gradient and tensor.dtype == dtype), name
         elif name == "outs" and launch.name == "forward" and len(launch.grid) == 2:
             assert tensor.dtype == torch.float32  # of parts of the keys

@@ -14,7 +14,7 @@ from .tile.addressing import head_matrix, load_rows, store_rows
 from .tile.key_terms import keys_at, near_queries, rotate_columns
 from .tile.masking import exists, locate, visible
 from .tile.scores import rel_unit
-from .workspace.stored import first_column_key, stored_part, table_bh_range, window_in_table
+from .workspace.stored import first_column_key, stored_part, table_bh_range, table_share, window_in_table
 
 
 @triton.jit(do_not_specialize=["first_program", "stop_program", "first", "last", "num_heads"])
@@ -39,13 +39,12 @@ def dp2c_kernel(
     LAYOUT.margin: beyond a clamped table there are queries that dkv_kernel does not count as far. They are summed by distance in
     so many more rows on either side.
 
-    Grid: (row blocks * table heads, splits), row blocks fastest; a program takes every splits-th block of keys of all heads that
-    use its table.
+    Grid: as table_share has it; a program takes every splits-th block of keys of all heads that use its table.
     """
     num_blocks = tl.cdiv(last - first + 1 + 2 * LAYOUT.margin, TILE.block_m)
-    highest = last + LAYOUT.margin - tl.program_id(0) % num_blocks * TILE.block_m  # relative position of the first row; they fall
-    table_head = tl.program_id(0) // num_blocks if PER_HEAD else 0
-    split, num_splits = tl.program_id(1), tl.num_programs(1)
+    lowest = last + LAYOUT.margin + 1 - num_blocks * TILE.block_m
+    block, table_head, split, num_splits = table_share(lowest, TILE.block_m, num_blocks, common, num_heads, PER_HEAD)
+    highest = lowest + (block + 1) * TILE.block_m - 1  # relative position of the first row; they fall
     tile_m = tl.arange(0, TILE.block_m)
     tile_n = tl.arange(0, TILE.block_n)
     acc = tl.full([TILE.block_m, SHAPE.block_d], 0.0, tl.float32)

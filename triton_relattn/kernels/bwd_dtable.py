@@ -46,6 +46,7 @@ from .workspace.stored import (
     readable_keys,
     stored_part,
     table_bh_range,
+    table_share,
     window_in_table,
 )
 
@@ -86,16 +87,13 @@ def dtable_kernel(
 
     Pairs beyond a clamped table are not here: dq_kernel sums them for each query (table_sums.py).
 
-    Grid: (row blocks * table heads, splits), row blocks fastest; a program takes every splits-th block of queries of all heads of
-    all sequences that use its table.
+    Grid: as table_share has it; a program takes every splits-th block of queries of all heads that use its table.
     """
     TABLE: tl.constexpr = TILE.value_tile if FOR_VALUES else TILE
     STEP: tl.constexpr = query_step(stored[0].dtype.element_ty.primitive_bitwidth)
     ROWS: tl.constexpr = program_rows(TILE.block_n, STEP)  # of the N rows of a tile; the others are a neighbour's
     num_blocks = tl.cdiv(last - first + 1, ROWS)
-    block = tl.program_id(0) % num_blocks
-    table_head = tl.program_id(0) // num_blocks if PER_HEAD else 0
-    split, num_splits = tl.program_id(1), tl.num_programs(1)
+    block, table_head, split, num_splits = table_share(first, ROWS, num_blocks, common, num_heads, PER_HEAD)
     first_position = first + block * ROWS
     tile_m = tl.arange(0, TILE.block_m)
     tile_n = tl.arange(0, TILE.block_n)

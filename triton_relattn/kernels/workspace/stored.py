@@ -45,6 +45,31 @@ def table_bh_range(table_head, first_bh, num_heads, PER_HEAD: tl.constexpr):
 
 
 @triton.jit
+def table_share(first_position, BLOCK_ROWS: tl.constexpr, num_blocks, common, num_heads, PER_HEAD: tl.constexpr):
+    """Return (block of rows, table head, split, number of splits) of a program of a table's gradient. Grid: (row blocks * table
+    heads * splits,), splits fastest, then heads. first_position: of block 0; from block to block it grows by BLOCK_ROWS.
+
+    Most queries have a key at the middle of all positions, fewer the farther away. Blocks with the longest loops come first.
+    """
+    sequences, window = common.sequences, common.window
+    middle = (sequences.max_seqlen_k - sequences.max_seqlen_q) // 2
+    if sequences.query_offsets is None:
+        middle -= sequences.query_offset
+    if window[0] is not None:
+        middle = tl.maximum(middle, -window[0])
+    if window[1] is not None:
+        middle = tl.minimum(middle, window[1])
+    num_tables = num_heads if PER_HEAD else 1
+    num_splits = tl.num_programs(0) // (num_blocks * num_tables)
+    number = tl.program_id(0) // num_splits
+    # From the middle block on to either side in turn, around the ends
+    distance = number // num_tables
+    distance = tl.where(distance % 2 == 0, distance // 2, num_blocks - (distance + 1) // 2)
+    block = tl.minimum(tl.maximum(middle - first_position, 0) // BLOCK_ROWS, num_blocks - 1) + distance
+    return block % num_blocks, number % num_tables, tl.program_id(0) % num_splits, num_splits
+
+
+@triton.jit
 def window_in_table(window, first, last):
     """Return the window (left, right) of the pairs that a call's window shows and a table has rows for: without a row for every
     pair, those that are read from the workspace. (With one, kernels use the call's: Triton 3.6 returns no None from here.)"""

@@ -15,7 +15,8 @@ from ..operands import Strided, strided
 from .planning import Plan
 from .stored import program_rows, query_step
 
-PROGRAMS_PER_MULTIPROCESSOR = 4  # of the dtable kernel, whose loops differ in length: several balance each other
+PROGRAMS_PER_MULTIPROCESSOR = 8
+"""Of the dtable kernel, twice as many as run at once: short ones fill what long ones leave."""
 
 
 def table_splits(device: torch.device, programs: int, shares: int) -> int:
@@ -62,8 +63,8 @@ class TableSums:
         programs, shares = row_blocks * min(table_heads, plan.batch_heads), query_blocks * cdiv(plan.batch_heads, table_heads)
         splits = table_splits(tensors.query.device, programs, shares)
         self.adds = plan.step < plan.batch_key_heads * plan.blocks
-        self.grid = row_blocks * table_heads, splits
-        self.table_heads = table_heads
+        self.grid = (row_blocks * table_heads * splits,)
+        self.table_heads, self.splits = table_heads, splits
 
         self.sums, self.partials = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
         for name in tables:
@@ -79,9 +80,9 @@ class TableSums:
                 new = gradient.new_zeros if self.adds else gradient.new_empty
                 self.sums[name] = self.partials[name] = new(shape, dtype=torch.float32)
 
-    def key_grid(self, block_m: int) -> tuple[int, int]:
-        """Return the grid of the dp2c kernel: blocks of rows of all heads, the margin's among them, and the programs of each."""
-        return cdiv(self.num_rows + 2 * self.margin, block_m) * self.table_heads, self.grid[1]
+    def key_grid(self, block_m: int) -> tuple[int]:
+        """Return the grid of the dp2c kernel: blocks of rows, the margin's among them, of all heads, and the programs of each."""
+        return (cdiv(self.num_rows + 2 * self.margin, block_m) * self.table_heads * self.splits,)
 
     def padding(self, name: str) -> int:
         """Return how many rows the partial sums of a table have beyond either end of it."""
