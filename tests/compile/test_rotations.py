@@ -81,7 +81,7 @@ def test_backward() -> None:
     config = case.config
     assert (config.block_m, config.block_n, config.num_warps, config.rotation) == (64, 64, 4, "registers")
     loads = {"LDGSTS" if config.num_stages > 1 else "LDG": (1, ANY)}
-    check_all(case, config, BACKWARD | loads, 890, 0)
+    check_all(case, config, BACKWARD | loads, 950, 120)
 
 
 def test_a_gather_fails_the_check() -> None:

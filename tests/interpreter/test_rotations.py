@@ -16,7 +16,7 @@ from triton_relattn import RelativePositions
 from triton_relattn.kernels.call import TileConstants
 from triton_relattn.kernels.config.tile_config import KERNELS, READERS, TileConfig
 from triton_relattn.kernels.tile.registers import pack, rotate_rows, step_back_words, unpack
-from triton_relattn.kernels.tile.table import Table, bias_terms
+from triton_relattn.kernels.tile.table import Table, bias_tile
 from triton_relattn.testing import Inputs, last_place, make_inputs
 
 TILES = [
@@ -159,11 +159,11 @@ def test_tiny_gradients(carry: str | None, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @triton.jit
-def bias_kernel(bias, target, relative_position, first, last, scale, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+def bias_kernel(bias, target, relative_position, first, last, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     """target = the bias of a tile that begins at this relative position, in the order of its columns."""
     places = tl.arange(0, TILE.block_m)[:, None] * TILE.block_n + tl.arange(0, TILE.block_n)[None, :]
-    table = Table(0, 1.0, (bias, 1), scale, first, last)
-    tl.store(target + places, bias_terms(table, relative_position, TILE))
+    table = Table(0, 1.0, (bias, 1), 1.0, first, last)
+    tl.store(target + places, bias_tile(table, relative_position, TILE))
 
 
 @pytest.mark.parametrize("coverage", ["full", "clamp", "zero"])
@@ -179,10 +179,10 @@ def test_terms_of_a_bias(block_m: int, block_n: int, warps: int, rotation: str, 
         target = torch.full((block_m, block_n), torch.nan)
         # round_terms does not apply to a bias alone, and is ignored.
         tile = TileConstants(block_m, block_n, rotation, warps, round_terms=True, coverage=coverage, has_bias=True)
-        bias_kernel[(1,)](bias, target, start, first, last, 0.7, tile)
+        bias_kernel[(1,)](bias, target, start, first, last, tile)
         positions = RelativePositions(first, last, "clamp" if coverage == "clamp" else "zero")
         row, applies = positions.rows(start + key - m)
-        assert torch.equal(target, bias[row] * torch.tensor(0.7) * applies)
+        assert torch.equal(target, bias[row] * applies)
 
 
 ALONE: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ if there is a rel_value, in the workspace.
 import triton
 import triton.language as tl
 
-from .logits import Keys, Queries, key_table, relative_terms, score_table, tile_logits, value_table
+from .logits import Keys, Queries, key_table, score_table, tile_logits, value_table
 from .tile.addressing import head_matrix, key_order, load_rows, row_vector, side_vector, store_rows
 from .tile.band import blocks_before, whole_tile
 from .tile.key_terms import (
@@ -23,7 +23,7 @@ from .tile.key_terms import (
     store_key_sums,
 )
 from .tile.masking import FAR, NEAR, exists, first_part, keep_mask, locate, loop_position, part_range, query_range, stop_part
-from .tile.scores import LN_2, exponent_scale, load_softmax_stats, probabilities, score_gradients, tile_scores
+from .tile.scores import LN_2, exponent_scale, is_linear, load_softmax_stats, probabilities, score_gradients, settled, tile_scores
 from .tile.table import reached_table
 from .workspace.stored import first_column_key, store_tile, window_in_table
 
@@ -128,7 +128,7 @@ def dkv_kernel(
                 query = load_rows(head_queries, row_start, tile_m, valid_m, SHAPE.head_dim, SHAPE.block_d)
                 is_past = row_start >= near_start  # the tile's keys, as these queries see them
                 side = tl.where(is_past, 0, 1)
-                rel_query, far_term = query, 0
+                rel_query, far_term = query, None
                 if PART == NEAR and inputs.rel_query is not None and HAS_TERM:
                     rel_query = load_rows(head_rel_queries, row_start, tile_m, valid_m, SHAPE.rel_dim, SHAPE.block_dr)
                 # P = exp(S - lse) [M, N], S the forward's logits: the relative terms, and Q K^T added to them
@@ -136,15 +136,13 @@ def dkv_kernel(
                 if PART == FAR and HAS_TERM and TILE.coverage == "clamp":
                     far_term = side_vector(per_query.far_scores, place.entry, head, side, place.query_start)
                     far_term = tl.load(far_term + offs_m, mask=valid_m, other=0.0)
-                tile_queries = Queries(rel_query, table, far_term, offs_m, valid_m)
-                tile_keys = Keys(natural_key, keys_table, inputs.far_keys, offs_n, valid_n)
-                terms, carried, keys_carried = relative_terms(
-                    tile_queries, tile_keys, carried, keys_carried, relative, is_past, place, head, PART, TILE
+                tile_queries = Queries(query, rel_query, table, far_term, offs_m, valid_m)
+                tile_keys = Keys(key, natural_key, keys_table, inputs.far_keys, offs_n, valid_n)
+                scores, is_visible, slope, carried, keys_carried = tile_logits(
+                    tile_queries, tile_keys, carried, keys_carried, relative, is_past, mask, place, head, common, True, PART, TILE
                 )
-                scores, is_visible, slope = tile_logits(
-                    query, key, terms, tile_queries, tile_keys, mask, place, common, True, TILE
-                )
-                probs = probabilities(scores, is_visible, scale, row_max, log_sum)
+                beyond = far_term if is_linear(common.scaling.softcap, mask) else None
+                probs = probabilities(scores, beyond, is_visible, scale, row_max, log_sum)
                 keep = None
                 if common.dropout.seed is not None:
                     keep = keep_mask(common.dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
@@ -188,7 +186,7 @@ def dkv_kernel(
                     # dK += dS^T Q, and dS^T along the diagonals times the rows of rel_p2c
                     if d_keys is not None:
                         # [N, M] @ [M, D] -> [N, D]
-                        d_key = tl.dot(tl.trans(d_scores), query, d_key, input_precision=TILE.precision)
+                        d_key = settled(tl.dot(tl.trans(d_scores), query, d_key, input_precision=TILE.precision))
                         if PART == NEAR and inputs.rel_p2c is not None:
                             d_key = multiply_key_band(d_key, d_scores, reached, relative, common.scaling, TILE)
         # Queries beyond a clamped rel_p2c have one of its end rows

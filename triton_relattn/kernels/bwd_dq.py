@@ -10,7 +10,7 @@ or last row: their dS, and with rel_value their P, are summed per query, also fo
 import triton
 import triton.language as tl
 
-from .logits import Keys, Queries, key_table, relative_terms, score_table, tile_logits, value_table
+from .logits import Keys, Queries, key_table, score_table, tile_logits, value_table
 from .tile.addressing import (
     head_matrix,
     key_order,
@@ -38,11 +38,13 @@ from .tile.masking import (
 from .tile.scores import (
     LN_2,
     exponent_scale,
+    is_linear,
     lane_consistent,
     load_softmax_stats,
     probabilities,
     rel_unit,
     score_gradients,
+    settled,
     tile_scores,
 )
 from .tile.table import add_end_rows, add_far_tile, reached_positions
@@ -144,20 +146,20 @@ def dq_kernel(
             valid_n = exists(offs_n, place, common.window)
             relative = key_start - row_start - place.query_offset  # of the tile's first key to its first query
             is_past = key_start < near_start
-            natural, far_term = query, 0
+            natural, far_term = query, None
             if PART == NEAR and inputs.rel_p2c is not None:
                 natural = natural_keys(keys, key_start, place, common.window, TILE, SHAPE)
             if PART == FAR and HAS_TERM and IS_CLAMPED:
                 far_term = tl.where(is_past, far_past, far_future)
-            # P = exp(S - lse) [M, N], S the forward's logits: the relative terms, and Q K^T added to them
-            tile_queries = Queries(rel_query, table, far_term, offs_m, valid_m)
-            tile_keys = Keys(natural, keys_table, inputs.far_keys, offs_n, valid_n)
-            terms, carried, keys_carried = relative_terms(
-                tile_queries, tile_keys, carried, keys_carried, relative, is_past, place, head, PART, TILE
-            )
             key = load_rows(keys, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
-            scores, is_visible, slope = tile_logits(query, key, terms, tile_queries, tile_keys, mask, place, common, False, TILE)
-            probs = probabilities(scores, is_visible, scale, row_max, log_sum)
+            # P = exp(S - lse) [M, N], S the forward's logits: the relative terms, and Q K^T added to them
+            tile_queries = Queries(query, rel_query, table, far_term, offs_m, valid_m)
+            tile_keys = Keys(key, natural, keys_table, inputs.far_keys, offs_n, valid_n)
+            scores, is_visible, slope, carried, keys_carried = tile_logits(
+                tile_queries, tile_keys, carried, keys_carried, relative, is_past, mask, place, head, common, False, PART, TILE
+            )
+            beyond = far_term if is_linear(common.scaling.softcap, mask) else None
+            probs = probabilities(scores, beyond, is_visible, scale, row_max, log_sum)
             keep = None
             if common.dropout.seed is not None:
                 keep = keep_mask(common.dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
@@ -184,7 +186,7 @@ def dq_kernel(
                     past_probs, future_probs, kept_probs, offs_m, offs_n, is_past, first, last, place, PART
                 )
             # dQ += dS K: [M, N] @ [N, D] -> [M, D]
-            acc = tl.dot(d_scores.to(key.dtype), key, acc, input_precision=TILE.precision)
+            acc = settled(tl.dot(d_scores.to(key.dtype), key, acc, input_precision=TILE.precision))
 
     # Keys beyond a clamped table have its first or last row. The table's part, units, and store.
     if HAS_TERM and IS_CLAMPED:

@@ -14,7 +14,7 @@ import triton.language as tl
 from .logits import score_table
 from .tile.addressing import head_matrix, load_rows, store_rows
 from .tile.masking import exists, first_key, last_key, locate
-from .tile.scores import LN_2, rel_unit
+from .tile.scores import LN_2, rel_unit, settled
 from .tile.table import reached_positions, reached_table, table_rows
 from .workspace.stored import first_column_key, load_tile, query_step, readable_keys, stored_part, window_in_table
 
@@ -76,14 +76,14 @@ def stored_dq_kernel(
     WANTS_KEYS: tl.constexpr = d_queries is not None and TILE.coverage == "full"
     # Both products add to one sum, if it has one unit.
     HAS_ONE_SUM: tl.constexpr = d_queries is not None and inputs.rel_query is None and common.scaling.rel_scale is None
-    iterations = 0
+    key_iterations, band_iterations = 0, 0
     if d_queries is not None:
         acc = tl.full([TILE.block_m, SHAPE.block_d], 0.0, tl.float32)
     if WANTS_KEYS:
         start_key = first_key(row_start, place, common.window, TILE.block_n)
         start_key = tl.maximum(start_key, stored_first // TILE.block_n * TILE.block_n)
         stop_key = tl.minimum(last_key(last_query, place, common.window), stored_stop)
-        iterations = tl.cdiv(tl.maximum(stop_key - start_key, 0), TILE.block_n)
+        key_iterations = tl.cdiv(tl.maximum(stop_key - start_key, 0), TILE.block_n)
         keys_matrix = head_matrix(inputs.key, place.entry, head // SHAPE.group, place.key_start, SHAPE.wide_index)
     # Along the diagonals: the relative positions that the table has rows for
     if WANTS_BAND:
@@ -94,9 +94,12 @@ def stored_dq_kernel(
         start_position = tl.maximum(lowest, first)
         start_position -= (block % STEP + place.query_offset + start_position) & (STEP - 1)
         num_positions = tl.maximum(tl.minimum(highest, last) + 1 - start_position, 0)
-        iterations = tl.maximum(iterations, tl.cdiv(num_positions, TILE.block_n))
+        band_iterations = tl.cdiv(num_positions, TILE.block_n)
+    # The diagonal of the last query runs along with the keys, that of the first one M * STEP keys behind. The keys begin as late
+    # as the diagonals leave time for: both products then read a number at about the same time, the second one from L2.
+    late = tl.maximum(band_iterations - key_iterations, 0) // 2
 
-    for iteration in tl.range(iterations):
+    for iteration in tl.range(tl.maximum(key_iterations, band_iterations)):
         # d_query += dS [M, N], read along the diagonals, @ E [N, Dr]
         if WANTS_BAND:
             relative = start_position + iteration * TILE.block_n
@@ -104,17 +107,17 @@ def stored_dq_kernel(
             band_rows = table_rows(table, relative, TILE)
             # [M, N] @ [N, Dr] -> [M, Dr]
             if HAS_ONE_SUM:
-                acc = tl.dot(d_band, band_rows, acc, input_precision=TILE.precision)
+                acc = settled(tl.dot(d_band, band_rows, acc, input_precision=TILE.precision))
             else:
-                rel_acc = tl.dot(d_band, band_rows, rel_acc, input_precision=TILE.precision)
+                rel_acc = settled(tl.dot(d_band, band_rows, rel_acc, input_precision=TILE.precision))
         # d_query += dS [M, N], tile by tile of the keys, @ K [N, D]
         if WANTS_KEYS:
-            key_start = start_key + iteration * TILE.block_n
+            key_start = start_key + (iteration - late) * TILE.block_n
             d_scores = load_tile(matrix, offs_m, key_start, column_keys, low, high, TILE.block_n)
             valid_n = exists(key_start + tile_n, place, common.window)
             key = load_rows(keys_matrix, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
             # [M, N] @ [N, D] -> [M, D]
-            acc = tl.dot(d_scores, key, acc, input_precision=TILE.precision)
+            acc = settled(tl.dot(d_scores, key, acc, input_precision=TILE.precision))
 
     # Units, and store.
     if d_queries is not None:

@@ -10,7 +10,7 @@ from .call import Call, cdiv
 from .config.selection import until_it_fits
 from .config.tile_config import TileConfig
 from .delta import RESIDUAL_SCALE, launch_far_keys
-from .logits import Keys, Queries, key_table, relative_terms, score_table, tile_logits, value_table
+from .logits import Keys, Queries, key_table, score_table, tile_logits, value_table
 from .operands import strided, with_aligned_operands, with_positive_scale
 from .splits import launch_merge, num_key_splits, split_range
 from .tile.addressing import head_matrix, key_order, load_queries, load_rows, row_vector, store_past_future, store_rows
@@ -28,7 +28,7 @@ from .tile.masking import (
     part_range,
     stop_part,
 )
-from .tile.scores import LN_2, exponent_scale, softmax_update
+from .tile.scores import LN_2, exponent_scale, is_linear, softmax_update
 from .tile.table import add_end_rows, add_far_tile, far_terms, reached_positions, reached_table
 
 
@@ -115,22 +115,22 @@ def forward_kernel(
             valid_n = exists(offs_n, place, common.window)
             relative = key_start - row_start - place.query_offset  # of the tile's first key to its first query
             is_past = key_start < near_start
-            natural, far_term = query, 0
+            natural, far_term = query, None
             if PART == NEAR and inputs.rel_p2c is not None:
                 natural = natural_keys(keys, key_start, place, common.window, TILE, SHAPE)
             if PART == FAR and HAS_TERM and TILE.coverage == "clamp":
                 far_term = tl.where(is_past, far_past, far_future)
-            # S: the relative terms [M, N], and Q K^T added to them
-            tile_queries = Queries(rel_query, table, far_term, offs_m, valid_m)
-            tile_keys = Keys(natural, keys_table, inputs.far_keys, offs_n, valid_n)
-            terms, carried, keys_carried = relative_terms(
-                tile_queries, tile_keys, carried, keys_carried, relative, is_past, place, head, PART, TILE
-            )
             key = load_rows(keys, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
-            scores, is_visible, _ = tile_logits(query, key, terms, tile_queries, tile_keys, mask, place, common, False, TILE)
+            # S: the relative terms [M, N], and Q K^T added to them
+            tile_queries = Queries(query, rel_query, table, far_term, offs_m, valid_m)
+            tile_keys = Keys(key, natural, keys_table, inputs.far_keys, offs_n, valid_n)
+            scores, is_visible, _, carried, keys_carried = tile_logits(
+                tile_queries, tile_keys, carried, keys_carried, relative, is_past, mask, place, head, common, False, PART, TILE
+            )
             # P = exp(S - maximum) [M, N]; sums so far are rescaled if the maximum moves.
             scores = tl.where(is_visible, scores, -float("inf"))
-            probs, row_max, row_sum, rescale = softmax_update(scores, row_max, row_sum, scale)
+            beyond = far_term if is_linear(common.scaling.softcap, mask) else None
+            probs, row_max, row_sum, rescale = softmax_update(scores, beyond, row_max, row_sum, scale)
             if residuals is not None:
                 # [M, N] @ [N, 16] -> [M, 16]
                 rounded_sum = tl.dot(probs.to(ones.dtype), ones, rounded_sum * rescale[:, None], input_precision=TILE.precision)

@@ -21,7 +21,16 @@ from ..delta import row_products
 from ..operands import aligned, strided
 from ..tile.addressing import head_matrix, load_rows, row_vector, store_rows
 from ..tile.masking import keep_mask, locate, locate_queries
-from ..tile.scores import LN_2, exponent_scale, lane_consistent, load_softmax_stats, probabilities, score_gradients, tile_scores
+from ..tile.scores import (
+    LN_2,
+    exponent_scale,
+    lane_consistent,
+    load_softmax_stats,
+    probabilities,
+    score_gradients,
+    settled,
+    tile_scores,
+)
 from .call import GridCall, Sums
 from .tile import (
     block_at,
@@ -97,7 +106,7 @@ def grid_dq_kernel(
             # P = exp(S - lse), dP = dO V^T, dS = P (dP - delta): all [M, N]
             scores = tile_scores(query, key, nothing, TILE)
             scores = with_terms(scores, row_terms, column_terms, CUT)
-            probs = probabilities(scores, valid_n[None, :], scale, row_max, log_sum)
+            probs = probabilities(scores, None, valid_n[None, :], scale, row_max, log_sum)
             value = load_rows(values, start, rows, valid_n, SHAPE.value_dim, SHAPE.block_dv)
             d_probs = tile_scores(d_out, value, nothing, TILE)
             keep = None
@@ -118,7 +127,7 @@ def grid_dq_kernel(
                 tl.store(row_pointers(sums.p_rows, place.entry, head, row, places, CUT), p_rows, mask=wanted)
             if d_queries is not None:
                 # [M, N] @ [N, D] -> [M, D]
-                acc = tl.dot(d_scores.to(key.dtype), key, acc, input_precision=TILE.precision)
+                acc = settled(tl.dot(d_scores.to(key.dtype), key, acc, input_precision=TILE.precision))
 
         if sums is not None:
             wanted = column_mask(strip, exist, CUT)
@@ -187,7 +196,7 @@ def grid_dkv_kernel(
         # P = exp(S - lse) [M, N], as in the dq kernel
         scores = tile_scores(query, key, nothing, TILE)
         scores = with_terms(scores, row_terms, column_terms, CUT)
-        probs = probabilities(scores, valid_m[:, None] & valid_n[None, :], scale, row_max, log_sum)
+        probs = probabilities(scores, None, valid_m[:, None] & valid_n[None, :], scale, row_max, log_sum)
         keep = None
         if common.dropout.seed is not None:
             keep = keep_mask(common.dropout, place.batch, head, offs_m[:, None], offs_n[None, :])

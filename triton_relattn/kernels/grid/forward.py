@@ -54,7 +54,7 @@ def grid_forward_kernel(
             if not CUT.is_even:
                 scores = tl.where(valid_n[None, :], scores, -float("inf"))
             # P = exp(S - maximum) [M, N]; sums so far are rescaled if the maximum moves.
-            probs, row_max, row_sum, rescale = softmax_update(scores, row_max, row_sum, scale)
+            probs, row_max, row_sum, rescale = softmax_update(scores, None, row_max, row_sum, scale)
             if common.dropout.seed is not None:
                 offs_n = start + rows
                 probs = tl.where(keep_mask(common.dropout, place.batch, head, offs_m[:, None], offs_n[None, :]), probs, 0.0)

@@ -103,11 +103,9 @@ def rotate_rows(chunk, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, WARPS: tl.con
 
 @triton.jit
 def diagonal_offsets(WARPS: tl.constexpr):
-    """Return n - m on diagonal 0 of each thread, (warps, 8 rows, 4 lanes); from one diagonal to the next it grows by 4."""
-    warp = tl.arange(0, WARPS)[:, None, None]
-    row = tl.arange(0, 8)[None, :, None]
-    lane = tl.arange(0, 4)[None, None, :]
-    return lane - row - 16 * warp
+    """Return n - m on diagonal 0 of each thread, [warps * 8 rows * 4 lanes]; from one diagonal to the next it grows by 4."""
+    thread = tl.arange(0, 32 * WARPS)
+    return thread % 4 - thread // 4 % 8 - 16 * (thread // 32)
 
 
 @triton.constexpr_function

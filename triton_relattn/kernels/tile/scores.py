@@ -6,12 +6,30 @@ numbers, scores are turned into logits first.
 
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 from .addressing import side_vector
 from .masking import mask_values
+from .registers import INTERPRETED
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.constexpr_function
+def has_wgmma():
+    """Return whether products are Hopper's wgmma, which run beside what follows them."""
+    return not INTERPRETED.value and cuda_capability_geq(9) and not cuda_capability_geq(10)
+
+
+@triton.jit
+def settled(acc):
+    """Return a loop's sum after its product has ended. A product that is still in flight when the next iteration begins makes
+    ptxas wait after each of the kernel's products (warning C7515). ptxas drops the moves."""
+    if has_wgmma():
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [acc], dtype=tl.float32, is_pure=False, pack=1)
+    else:
+        return acc
 
 
 @triton.constexpr_function
@@ -98,14 +116,22 @@ def apply_softcap_and_mask(scores, is_visible, offs_m, offs_n, mask, scaling):
 
 
 @triton.jit
-def softmax_update(scores, row_max, row_sum, scale):
+def softmax_update(scores, beyond, row_max, row_sum, scale):
     """Take one step of the online softmax of scale * scores, in base 2. Return the probabilities [M, N], not yet divided by their
     sum, the new maximum and sum [M], and the factor [M] for earlier sums. The maximum is that of scores before scaling, since the
-    scale is positive."""
-    new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+    scale is positive. beyond: a number per query [M] that its scores lack, or None."""
+    tile_max = tl.max(scores, axis=1)
+    new_max = tile_max
+    if beyond is not None:
+        beyond = tl.where(tile_max == -float("inf"), 0.0, beyond)  # may be NaN for a query that sees none of these keys
+        new_max = tile_max + beyond
+    new_max = tl.maximum(row_max, new_max)
     # A row that has seen nothing yet keeps -inf as its maximum; subtracting 0 instead leaves its exponentials at 0.
     shift = tl.where(new_max == -float("inf"), 0.0, new_max)
     rescale = tl.exp2((row_max - shift) * scale)
+    if beyond is not None:
+        # Rounded, the difference may lie below the tile's maximum. The backward limits exponents to 0: none may be larger here.
+        shift = tl.maximum(shift - beyond, tile_max, propagate_nan=tl.PropagateNan.ALL)
     probs = tl.exp2((scores - shift[:, None]) * scale)
     return probs, new_max, row_sum * rescale + tl.sum(probs, axis=1), rescale
 
@@ -130,14 +156,16 @@ def load_softmax_stats(softmax_stats, place, head, offs_m, valid_m):
 
 
 @triton.jit
-def probabilities(scores, is_visible, scale, row_max, log_sum):
+def probabilities(scores, beyond, is_visible, scale, row_max, log_sum):
     """Compute the softmax [M, N] of scale * scores from the maximum and the base-2 logarithm of the sum, two [M]; 0 where a query
-    does not see a key.
+    does not see a key. beyond: as in softmax_update.
 
     Other tiles may add up the same products in another order, so scores may exceed the forward's maximum: by 1e-3 with logits of
     1e4, by 1e5 with logits of 1e12. Their exponential could be anything, even infinity, so scores are limited to the maximum.
     A query that meets NaN still gets NaN: its sum is NaN.
     """
+    if beyond is not None:
+        row_max -= beyond
     row_max = row_max[:, None]
     exceeding = tl.minimum(scores, row_max) - row_max
     return tl.where(is_visible, tl.exp2(exceeding * scale - log_sum[:, None]), 0.0)

@@ -55,17 +55,17 @@ def rounded(terms):
 
 @triton.jit
 def bias_at(table, relative_position, offsets, TILE: tl.constexpr):
-    """Load the bias of the relative positions ``relative_position + offsets``, as terms in float32; 0 where there is no row."""
+    """Load the bias of the relative positions ``relative_position + offsets`` in float32; 0 where there is no row."""
     start, rows, exists = row_indices(table, relative_position, offsets, TILE)
     pointers = table.bias[0] + (start + rows) * table.bias[1]
-    return tl.load(pointers, mask=exists, other=0.0).to(tl.float32) * tl.cast(table.bias_scale, tl.float32)
+    return tl.load(pointers, mask=exists, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def bias_terms(table, relative_position, TILE: tl.constexpr):
-    """Load the terms [M, N] of a tile whose only term is a bias, float32 and never rounded: query m and key n have
-    ``bias[relative_position + n - m]``. In NVIDIA's accumulators a thread's elements lie on few diagonals, a load each
-    (registers.py); a load of the tile would go through shared memory."""
+def bias_tile(table, relative_position, TILE: tl.constexpr):
+    """Load the biases [M, N] of a tile, float32: query m and key n have ``bias[relative_position + n - m]``. In NVIDIA's
+    accumulators a thread's elements lie on few diagonals, a load each (registers.py); a load of the tile would go through shared
+    memory."""
     if TILE.rotation == "gather":
         queries = tl.arange(0, TILE.block_m)[:, None]
         return bias_at(table, relative_position, key_order(TILE)[None, :] - queries, TILE)
@@ -73,7 +73,9 @@ def bias_terms(table, relative_position, TILE: tl.constexpr):
         offsets = diagonal_offsets(TILE.warps)
         diagonals = ()
         for diagonal in tl.static_range(first_diagonal(TILE.block_m, TILE.warps), TILE.block_n // 4):
-            diagonals = diagonals + (bias_at(table, relative_position, offsets + 4 * diagonal, TILE),)  # noqa: RUF005
+            # A number per thread: a vector has a single layout, that of a register of the tile.
+            values = bias_at(table, relative_position, offsets + 4 * diagonal, TILE)
+            diagonals = diagonals + (tl.reshape(values, (TILE.warps, 8, 4)),)  # noqa: RUF005
         return join_diagonals(diagonals, TILE.block_m, TILE.block_n, TILE.warps)
 
 
@@ -90,7 +92,8 @@ def table_block(query, table, relative_position, TILE: tl.constexpr):
     else:
         block = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
     if TILE.has_bias:
-        block += bias_at(table, relative_position, key_order(TILE), TILE)[None, :]
+        bias = bias_at(table, relative_position, key_order(TILE), TILE) * tl.cast(table.bias_scale, tl.float32)
+        block += bias[None, :]
     if TILE.rotation == "gather" and TILE.round_terms:
         low, high = tl.split(tl.reshape(block, (TILE.block_m, TILE.block_n // 2, 2)))
         low, high = unpack(pack(low, high, tl.float16, True), tl.float16)
