@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from triton_relattn import RelativePositions, fused_relative_attention, testing
+from triton_relattn import RelativePositions, fused_relative_attention, tables, testing
 from triton_relattn.testing import Inputs
 
 CLIPPED = 129  # rows: distances up to 64, as in Shaw's and the Conformer's clipped variants
@@ -29,6 +29,7 @@ class Case:
         terms: the tables, by the names of arguments: rel_key, rel_value, rel_p2c, rel_bias (always one row per head).
         per_head: whether tables of vectors differ between heads.
         extent: first and last distance of the tables, where rows do not tell.
+        is_alibi: the bias is ALiBi's, in float32 and not learned.
         padding: length of each sequence's keys, as a share of length; empty: no padding.
         group: the name of its group in GROUPS.
     """
@@ -49,6 +50,7 @@ class Case:
     extent: tuple[int, int] | None = None
     window: tuple[int, int] | None = None
     padding: tuple[float, ...] = ()
+    is_alibi: bool = False
     group: str = ""
 
     def __str__(self) -> str:
@@ -59,12 +61,16 @@ class Case:
         if self.terms:
             parts.append("full" if self.rows is None and self.extent is None else f"r{self.num_rows}")
             parts += ["zero"] * (self.outside == "zero") + ["per head"] * self.per_head
-            parts += [name.removeprefix("rel_") for name in self.terms if name != "rel_key"]
+            parts += [self.name_of(name) for name in self.terms if name != "rel_key"]
         else:
             parts.append("no table")
         parts += ["causal"] * self.is_causal + [f"window {self.window}"] * (self.window is not None)
         parts += ["padded"] * bool(self.padding)
         return " ".join([*parts, self.dtype])
+
+    def name_of(self, term: str) -> str:
+        """The short name of a table."""
+        return "alibi" if self.is_alibi else term.removeprefix("rel_")
 
     @property
     def positions(self) -> RelativePositions:
@@ -90,14 +96,14 @@ class Case:
 
     def without_table(self) -> Case:
         """The case that plain attention sees."""
-        return replace(self, terms=(), rows=None, rel_dim=None, outside="clamp", per_head=False, extent=None)
+        return replace(self, terms=(), rows=None, rel_dim=None, outside="clamp", per_head=False, extent=None, is_alibi=False)
 
     def resized(self, length: int, **changes: Any) -> Case:
         return replace(self, length=length, **changes)
 
     def columns(self) -> dict[str, Any]:
         """The columns of a row of results that describe the case."""
-        rows = "full" if self.rows is None else f"{self.outside} {self.rows}"
+        rows = "none" if not self.terms else "full" if self.rows is None else f"{self.outside} {self.rows}"
         return {
             "group": self.group,
             "case": str(self),
@@ -107,7 +113,7 @@ class Case:
             "seqlen": self.length,
             "head_dim": self.head_dim,
             "rel_dim": self.rel_dim or self.head_dim,
-            "table": " ".join([rows, *(name.removeprefix("rel_") for name in self.terms if name != "rel_key")]),
+            "table": " ".join([rows, *(self.name_of(name) for name in self.terms if name != "rel_key")]),
             "is_causal": self.is_causal,
             "dtype": self.dtype,
         }
@@ -131,10 +137,13 @@ class Case:
         rows = (*(self.heads,) * self.per_head, self.num_rows)
         shapes = {"rel_key": (*rows, rel_dim), "rel_value": (*rows, self.head_dim), "rel_p2c": (*rows, self.head_dim)}
         shapes["rel_bias"] = (self.heads, self.num_rows)
-        tables = {"rel_key": None, **{name: draw(*shapes[name]) for name in self.terms}}
+        drawn = {"rel_key": None, **{name: draw(*shapes[name]) for name in self.terms}}
         if self.rel_dim is not None and self.terms:
-            tables["rel_query"] = draw(*queries, self.rel_dim)
-        return Inputs(query, key, value, d_out=d_out, d_lse=d_lse.to(torch.promote_types(d_lse.dtype, torch.float32)), **tables)
+            drawn["rel_query"] = draw(*queries, self.rel_dim)
+        if self.is_alibi:
+            slopes = tables.alibi_slopes(self.heads, device=query.device)
+            drawn["rel_bias"] = tables.alibi_bias(slopes, self.positions.first, self.positions.last)
+        return Inputs(query, key, value, d_out=d_out, d_lse=d_lse.to(torch.promote_types(d_lse.dtype, torch.float32)), **drawn)
 
     def inputs(self, device: str, sharp: bool = False) -> Inputs:
         """Normally distributed tensors, always the same. sharp: attention looks at few keys, as of testing.make_inputs."""
@@ -154,6 +163,11 @@ class Case:
         """rel_query and the tables, by the names of arguments."""
         names = (*self.terms, "rel_query") if self.terms else ()
         return {name: tensor for name in names if (tensor := getattr(inputs, name)) is not None}
+
+    def learned(self, inputs: Inputs) -> dict[str, torch.Tensor]:
+        """What has a gradient, by the names of arguments: operands, and the tables but for ALiBi's."""
+        tables = {} if self.is_alibi else self.tables(inputs)
+        return {name: getattr(inputs, name) for name in OPERANDS} | tables
 
     def options(self, inputs: Inputs) -> dict[str, Any]:
         """The other arguments of fused_relative_attention."""
@@ -181,6 +195,16 @@ class Case:
         return validation.resolve(Arguments(*inputs[:3], **arguments))
 
 
+def _terms() -> Iterator[Case]:
+    """One call with every kind of term, of 16k tokens of width 2048: all keys seen, then causal. 257 rows are a T5's bias as
+    people run it, clamped."""
+    for is_causal in (False, True):
+        call = Case(4, 32, 4096, 64, is_causal)
+        bias = replace(call, terms=BIAS)
+        yield from (call, call.without_table(), replace(call, rows=CLIPPED))
+        yield from (replace(bias, rows=257), replace(bias, is_alibi=True), bias)
+
+
 def _long() -> Iterator[Case]:
     """16k tokens of width 2048 in sequences of every length, the most informative lengths first."""
     for length in (4096, 1024, 16384, 2048, 512, 8192):
@@ -189,17 +213,22 @@ def _long() -> Iterator[Case]:
                 yield Case(16384 // length, 2048 // head_dim, length, head_dim, is_causal, rows)
 
 
+BIAS, P2C = ("rel_bias",), ("rel_key", "rel_p2c")
 SHORT = (
     *((batch, 4, length, 32) for batch, length in ((2048, 5), (512, 16), (256, 32), (64, 64), (32, 128))),
     *((batch, 4, length, 32) for batch, length in ((8, 256), (4, 512), (1, 512))),
     *((32, 8, 128, 64), (16, 12, 128, 64), (8, 12, 250, 64), (16, 2, 150, 96), (16, 4, 200, 64)),
 )
 """Batch, heads, length and width: many small sequences, and batches of T5, MPNet, WavLM, VITS and a Conformer."""
-BIAS, P2C = ("rel_bias",), ("rel_key", "rel_p2c")
+INKLING = Case(1, 64, 8192, 128, True, 1024, key_heads=8, rel_dim=16, outside="zero")
+TRANSFORMER_XL: dict[str, Any] = {"terms": ("rel_key", "rel_bias"), "per_head": True}
 
 GROUPS: dict[str, Sequence[Case]] = {
     "cpu": [Case(1, 8, 512 << k, 64, dtype="fp32") for k in range(6)],
     "cpu_bias": [Case(1, 8, 512 << k, 64, dtype="fp32", terms=BIAS) for k in range(4)],
+    "terms": list(_terms()),
+    "audio": [Case(1, 8, 45_001, 128, **TRANSFORMER_XL)],
+    "conformer": [Case(32, 8, 500, 128, **TRANSFORMER_XL)],
     "long": list(_long()),
     "speech": [Case(32, 8, length, head_dim) for length in (500, 1500, 1000, 200) for head_dim in (64, 128)],
     "short": [Case(*sizes, dtype="fp32") for sizes in SHORT],
@@ -212,20 +241,23 @@ GROUPS: dict[str, Sequence[Case]] = {
         *(Case(16384 // n, 12, n, 64, rows=rows, terms=P2C) for n, rows in ((512, None), (2048, 1047), (8192, 1047))),
     ],
     "t5": [Case(16384 // length, 32, length, 64, terms=BIAS) for length in (2048, 512, 1024, 4096)],
-    "inkling": [Case(1, 64, 8192, 128, True, 1024, key_heads=8, rel_dim=16, outside="zero")],
+    "inkling": [replace(INKLING, window=(511, -1)), INKLING],
     "dense": [
         *(Case(2, 32, 4096, 64, terms=terms) for terms in (("rel_key",), BIAS)),
         *(Case(16, 32, 1024, 64, terms=terms) for terms in (("rel_key",), BIAS)),
         Case(16, 16, 1024, 128, True),
     ],
-    "flex": [Case(4, 16, 4096, 128), Case(4, 32, 4096, 64, False, CLIPPED), Case(8, 32, 2048, 64, terms=BIAS)],
+    "flex": [case if case.rows or case.terms != ("rel_key",) else replace(case, batch=2) for case in _terms()],
     "small": [Case(1, 2, length, 16, is_causal, rows, "fp32") for length, is_causal, rows in ((64, False, None), (96, True, 9))],
 }
 """cpu, cpu_bias: one layer in float32, with a full table, and with a bias alone, as in T5.
+terms: 16k tokens, with every kind of term.
+audio, conformer: an hour of speech, at 12.5 frames a second, and a batch of utterances of 40 seconds, as Parakeet has them.
 long, speech: 16k tokens, and batches of short utterances.
 short: short sequences in batches. cpu_bf16, short_bf16: the same in bfloat16, for processors that are fast at it.
 decode: one query and a cache of keys. memory: one layer, ever longer.
-deberta, inkling: the sizes that others report; DeBERTa v3 base, whose buckets tell distances up to 523 apart.
+deberta, inkling: the sizes that others report; DeBERTa v3 base, whose buckets tell distances up to 523 apart. Of Inkling, most
+layers have a window.
 t5: a bias alone.
 dense: of 4,096 positions only two sequences, since dense tensors of four have 2^31 elements, which some backends refuse.
 flex: FlexAttention captures Q E^T, for which the same holds from 64 heads on.
@@ -245,4 +277,6 @@ def choose(groups: Sequence[str], lengths: Sequence[int] = ()) -> list[Case]:
 def gpu_cases() -> list[Case]:
     """What is timed on a GPU, the most informative calls first, since the time may be over before the last."""
     long, speech = choose(["long"]), choose(["speech"], (200, 500))
-    return [*long[:8], *speech[:2], *choose(["t5"]), *long[8:16], *speech[2:], *long[16:], *choose(["deberta", "inkling"])]
+    cases = [*choose(["terms", "audio", "conformer"]), *choose(["inkling"])[:1], *choose(["deberta"])[-1:], *speech[:2]]
+    cases += [*long[:8], *choose(["t5"]), *long[8:16], *speech[2:], *long[16:], *choose(["deberta", "inkling"])]
+    return list({str(case): case for case in cases}.values())  # each at its first place, in its last group, which may be a curve

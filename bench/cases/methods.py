@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from triton_relattn.tables import alibi_slopes
 from triton_relattn.testing import Inputs
 
 from .attention import BIAS, Case
@@ -67,6 +68,8 @@ def ours(case: Case, implementation: str | None = None) -> Function:
 
 
 def _sdpa(case: Case) -> Function:
+    if case.window is not None:
+        raise NotImplementedError("has no window")
     is_gqa = case.key_heads is not None
     if not case.is_causal or case.num_queries is None:
         return lambda inputs: scaled_dot_product_attention(*inputs[:3], is_causal=case.is_causal, enable_gqa=is_gqa)
@@ -145,17 +148,17 @@ def compiled_flex_attention() -> Any:
 def _flex(case: Case) -> Function:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    first, last = case.positions.first, case.positions.last
+    first, last, window = case.positions.first, case.positions.last, case.window
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", ""), "g++", "clang++", "c++"))):
         raise NotImplementedError("needs a C++ compiler")
     mask = None
     if case.is_causal:
 
-        def past(_batch: Any, _head: Any, i: Any, j: Any) -> Any:
-            return i >= j
+        def seen(_batch: Any, _head: Any, i: Any, j: Any) -> Any:
+            return i >= j if window is None else (i >= j) & (i - j <= window[0])
 
-        mask = create_block_mask(past, None, None, case.length, case.length, device=device)
+        mask = create_block_mask(seen, None, None, case.length, case.length, device=device)
 
     def run(inputs: Inputs) -> torch.Tensor:
         _forward_only("FlexAttention", device)
@@ -164,6 +167,10 @@ def _flex(case: Case) -> Function:
         by_query = None if inputs.rel_key is None else (rel_query * case.head_dim**-0.5) @ inputs.rel_key.mT
         by_key = None if inputs.rel_p2c is None else (inputs.key * case.head_dim**-0.5) @ inputs.rel_p2c.mT
         bias = inputs.rel_bias
+        slopes = alibi_slopes(case.heads, device=inputs.query.device)
+
+        def add_alibi(score: Any, _batch: Any, head: Any, i: Any, j: Any) -> Any:
+            return score - slopes[head] * (j - i).abs()
 
         def add_relative(score: Any, batch: Any, head: Any, i: Any, j: Any) -> Any:
             row = (j - i).clamp(first, last) - first
@@ -173,8 +180,9 @@ def _flex(case: Case) -> Function:
             added = added if bias is None else added + bias[head, row]
             return added if case.outside == "clamp" else torch.where(j - i >= first, added, score)
 
+        added = add_alibi if case.is_alibi else add_relative if case.terms else None
         is_gqa = case.key_heads is not None
-        return compiled_flex_attention()(*inputs[:3], score_mod=add_relative, block_mask=mask, enable_gqa=is_gqa)
+        return compiled_flex_attention()(*inputs[:3], score_mod=added, block_mask=mask, enable_gqa=is_gqa)
 
     return run
 

@@ -4,11 +4,14 @@
     correctness   the very kernels that are timed, by the error rule of the tests
     kinds         calls of every kind, by ``python -m triton_relattn check``
     speed         ours, ours without the term, SDPA's FlashAttention and cuDNN
-    baselines     what people write today in plain torch, and SDPA with a dense bias
+    host          microseconds in which the host queues a small call
+    layers        a training step of a Conformer's layers
     flex          compiled FlexAttention
-    memory        peaks against the sequence length
     graphs        short calls captured in a CUDA graph
+    memory        peaks against the sequence length
     before        speed beside an earlier commit, if .gpu/before has a checkout of it
+    tune          the fastest tile sizes, kernel by kernel
+    baselines     what people write today in plain torch, and SDPA with a dense bias
     tests         the tests that are marked gpu, if there is a pytest
     sanitizer     small calls under compute-sanitizer's memcheck
 
@@ -53,12 +56,15 @@ PARTS: dict[str, tuple[Part, float]] = {
     "repeats": (checks.repeats, 20),
     "correctness": (checks.correctness, 90),
     "kinds": (checks.kinds, 60),
-    "speed": (measurements.measure_speed, 130),
+    "speed": (measurements.measure_speed, 150),
+    "host": (measurements.measure_host, 10),
+    "layers": (measurements.measure_layers, 20),
+    "flex": (measurements.measure_flex, 110),
+    "graphs": (measurements.measure_graphs, 15),
+    "memory": (measurements.measure_memory, 25),
+    "before": (measurements.measure_before, 50),
+    "tune": (measurements.measure_tuned, 120),
     "baselines": (measurements.measure_baselines, 45),
-    "flex": (measurements.measure_flex, 80),
-    "memory": (measurements.measure_memory, 30),
-    "graphs": (measurements.measure_graphs, 20),
-    "before": (measurements.measure_before, 60),
     "tests": (checks.marked_tests, 60),
     "sanitizer": (checks.sanitizer, 40),
 }

@@ -13,7 +13,7 @@ if [ -n "${BEFORE:-}" ]; then # a commit to compare with
     git archive "$BEFORE" triton_relattn | tar x -C .gpu/before
 fi
 jobs=()
-for parts in repeats,correctness kinds speed,flex,baselines,memory,graphs,before; do
+for parts in repeats,correctness kinds speed,host,layers,flex,baselines,memory,graphs,before tune; do
     "${PYTHON:-python3}" -m bench.gpu --stub --results "$RESULTS/${parts%%,*}" --seconds 3600 --parts "$parts" &
     jobs+=($!)
 done

@@ -20,7 +20,7 @@ from unittest import mock
 
 import torch
 
-from bench.cases.attention import BIAS, CLIPPED, DTYPES, GROUPS, OPERANDS, P2C, Case, gpu_cases
+from bench.cases.attention import BIAS, CLIPPED, DTYPES, GROUPS, P2C, Case, gpu_cases
 from bench.cases.methods import ours
 from bench.measure import timing
 from bench.report.rows import in_one_line
@@ -51,7 +51,7 @@ class Check:
 
     def results(self, inputs: Inputs) -> dict[str, torch.Tensor]:
         """out and gradients, by name."""
-        names = ["out", *(f"d_{name}" for name in (*OPERANDS, *self.case.tables(inputs)))]
+        names = ["out", *(f"d_{name}" for name in self.case.learned(inputs))]
         results = timing.steps(self.case, ours(self.case, "triton"), inputs)[self.direction].run()
         return dict(zip(names, results, strict=False))
 

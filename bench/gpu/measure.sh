@@ -4,4 +4,4 @@ OUT=${1:?a folder} STOP=$((SECONDS + ${2:-520}))
 source "$(dirname "$0")/prepare.sh"
 first=
 [ -f "$RELATTN_STATE/wrong.txt" ] || first=correctness,
-run "$first${3:-speed,baselines,flex,memory,graphs,before,tests,sanitizer}"
+run "$first${3:-speed,host,layers,flex,graphs,memory,before,tune}"

@@ -19,7 +19,7 @@ import torch
 from bench.cases.attention import Case
 from bench.cases.methods import OUR_METHODS
 from bench.measure import timing
-from bench.report.rows import Table, command_output, stamp
+from bench.report.rows import Table, command_output, read, stamp
 from bench.verbs.speed import COLUMNS as MEASURED
 
 from .workers import ending, watch
@@ -99,6 +99,7 @@ class Report:
 
     def __init__(self, options: argparse.Namespace, part: str) -> None:
         self.part, self.state, self.stamp, self.status = part, options.state, stamp("cuda"), OK
+        self.earlier: set[tuple[str, str]] | None = None
         self.checks = Table(CHECKS, self.stamp, options.results / "checks.csv", append=True)
         self.measured = Table((*MEASURED, *timing.GPU_COLUMNS), self.stamp, options.results / "results.csv", append=True)
         path = options.results / "environment.json"
@@ -114,9 +115,28 @@ class Report:
         if row["status"] not in ("ok", "not run"):
             self.fail(row)
 
+    def add_figure(
+        self, case: str, direction: str, value: float | None, unit: str, status: str, variant: str = "", message: str = ""
+    ) -> None:
+        """Append a figure to checks.csv and print it. Others' methods that cannot run, or raise, have not failed."""
+        is_bad = value is None and (variant in OUR_METHODS or status.startswith("wrong"))
+        row = {"case": case, "variant": variant, "direction": direction, "value": value, "unit": unit, "message": message}
+        self.add(**row, status=status if is_bad or value is not None else "not run")
+        number = status if value is None else f"{value:.4g} {unit}"
+        self.say(f"  {', '.join(filter(None, (direction, variant, case)))}: {number}")
+
     def add_wrong(self, kind: str) -> None:
         with (self.state / "wrong.txt").open("a") as file:
             file.write(f"{kind}\n")
+
+    def has_measured(self, case: str, methods: Sequence[str]) -> bool:
+        """Whether an earlier run of this commit on this device left the rows of a case, by all methods, in this folder."""
+        if self.earlier is None:
+            path = self.measured.csv_path
+            rows = read(path) if path is not None and path.exists() else []
+            own = [row for row in rows if all(row[name] == self.stamp[name] for name in ("commit", "device", "torch", "triton"))]
+            self.earlier = {(row["case"], row["method"]) for row in own if row["verb"] == "speed"}
+        return all((case, method) in self.earlier for method in methods)
 
     def add_measured(self, row: dict[str, Any]) -> None:
         """Append a row of results.csv and print its time.

@@ -26,6 +26,7 @@ from bench.measure import timing
 from tools.stub_gpu import stub_gpu
 from triton_relattn import _implementations as implementations
 from triton_relattn import check, grids, testing
+from triton_relattn.kernels import tuning
 from triton_relattn.testing import Inputs
 
 from . import checks
@@ -143,6 +144,7 @@ def without_a_gpu() -> Iterator[None]:
         (check, "remember_check", _returns(True)),
         (testing, "assert_within_budget", _returns(None)),
         (Case, "inputs", lambda case, *_: case.empty()),
+        (tuning, "kernels_are_interpreted", _returns(True)),
         (timing, "distance", _returns(0.0)),
         (timing, "FLUSH_BYTES", 1),
         (timing, "expected_of_one_head", _returns(timing.Expected((torch.empty(0),) * 4, "nothing"))),

@@ -67,8 +67,7 @@ class Timed:
 
 def steps(case: Case, function: Function, inputs: Inputs) -> dict[str, Step]:
     """One per direction; they return the output, or the gradients of operands and tables, or both."""
-    tensors = {name: getattr(inputs, name) for name in OPERANDS} | case.tables(inputs)
-    leaves = {name: tensor.detach().requires_grad_() for name, tensor in tensors.items()}
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in case.learned(inputs).items()}
     with_gradients = inputs._replace(**leaves)
 
     def forward(_: None) -> Sequence[torch.Tensor]:

@@ -253,7 +253,8 @@ def lines(rows: Sequence[Row], direction: str, column: str, methods: Collection[
 def kind_title(row: Row) -> str:
     """The kind, in words."""
     rows, p2c, _ = row["table"].partition(" p2c")
-    table = ("a row for every distance" if rows == "full" else f"table: {rows} rows") + ", a second one for the keys" * bool(p2c)
+    names = {"full": "a row for every distance", "none": "no table"}
+    table = names.get(rows, f"table: {rows} rows") + ", a second one for the keys" * bool(p2c)
     heads = row["heads"] if row["heads"] == row["key_heads"] else f"{row['heads']}:{row['key_heads']}"
     tokens = "16k tokens" if row["group"] == "long" else f"batch {row['batch']}"
     attention = "causal" if row["is_causal"] == "True" else "full"

@@ -30,8 +30,8 @@ REPEATED = 1.1
 """A call's time repeated if its medians in two runs differ by no more than this factor."""
 README_LENGTHS = ("1024", "4096", "16384")
 CHANGED = (
-    "Since then the backward of calls without a row for every distance was rewritten, three rows of tile sizes were retuned, and "
-    "launches are cached again; that was not timed on a GPU."
+    "Since then the backward of calls without a row for every distance and the loops of all kernels were rewritten, rows of tile "
+    "sizes were retuned, and launches are cached again; that was not timed on a GPU."
 )
 
 
@@ -96,8 +96,12 @@ def fastest(rows: Rows, case: str, direction: str, methods: Sequence[str]) -> Ro
 def describe(row: Row) -> str:
     """A call in words: 4 x 4,096, 32 heads of 64, 129 rows, causal."""
     rows = row["table"].removesuffix(" p2c").removesuffix(" bias").removeprefix("clamp ")
-    if row["table"].endswith("bias"):
-        table = "a bias"
+    if row["table"] == "none":
+        table = "no table"
+    elif row["table"].endswith("alibi"):
+        table = "ALiBi"
+    elif row["table"].endswith("bias"):
+        table = "a bias" if rows == "full" else f"a bias of {int(rows)} rows"
     elif row["table"].endswith("p2c"):
         table = "two full tables" if rows == "full" else f"two tables of {int(rows):,} rows"
     else:
@@ -171,7 +175,8 @@ def flex_sentence() -> str:
     """How much faster than FlexAttention."""
     rows = load_times("")
     forward, both = (spread(ratios(rows, FLEX, OURS, way)) for way in DIRECTIONS)
-    number = ("no", "one", "two", "three", "four", "five", "six")[len(cases(rows))]
+    names = "no one two three four five six seven eight nine ten eleven twelve".split()
+    number = names[len(cases(rows))]
     return f"Compiled FlexAttention takes {forward}x its time ({both}x with the backward), in {number} configurations."
 
 
