@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from tests.interpreter.calls import (
     CALLS,
@@ -31,7 +33,9 @@ from tests.interpreter.launch import GRADIENTS, all_gradients, check_all, check_
 from tests.tolerance import assert_gradients_close_fp32, assert_near
 from triton_relattn import RelativePositions, fused_relative_attention_varlen
 from triton_relattn._core.spec import TABLES
+from triton_relattn.kernels.call import Common, Dropout, Scaling, Sequences
 from triton_relattn.kernels.workspace import planning, table_sums
+from triton_relattn.kernels.workspace.stored import table_share
 from triton_relattn.testing import Inputs, make_inputs
 
 VARIABLE = "TRITON_RELATTN_WORKSPACE"
@@ -196,6 +200,41 @@ def test_programs_that_share_rows(per_head: bool, kind: str, monkeypatch: pytest
         monkeypatch.setattr(table_sums, "table_splits", lambda *_, splits=splits: splits)
         found.append(check_forward_backward(inputs, TILES["twice"], positions=positions)["d_rel_key"])
     assert any(not torch.equal(other, found[0]) for other in found[1:])  # the number of programs changed
+
+
+@triton.jit
+def share_kernel(target, first, num_blocks, common, num_heads, PER_HEAD: tl.constexpr):  # type: ignore[no-untyped-def]
+    """target [programs, 4] = what table_share returns."""
+    share = table_share(first, 16, num_blocks, common, num_heads, PER_HEAD)
+    for index in tl.static_range(4):
+        tl.store(target + 4 * tl.program_id(0) + index, share[index])
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize(("queries", "keys", "offset"), [(200, 200, 0), (90, 230, 140), (200, 60, -70)])
+@pytest.mark.parametrize(("left", "right"), [(None, None), (None, 0), (20, 100)])
+def test_order_of_the_programs_of_a_table(
+    queries: int, keys: int, offset: int, left: int | None, right: int | None, per_head: bool
+) -> None:
+    """Each program of a table's gradient has a share of its own, and of those with work longer loops come first."""
+    heads, splits = 3, 2
+    first, last = -offset - queries + 1, keys - 1 - offset if right is None else right
+    blocks = -(-(last - first + 1) // 16)
+    target = torch.full((blocks * (heads if per_head else 1) * splits, 4), -1, dtype=torch.int32)
+    common = Common(
+        Sequences(queries, keys, offset, None, None, None, None), (left, right), Dropout(), Scaling(1.0, None, 1.0, None)
+    )
+    share_kernel[(len(target),)](target, first, blocks, common, heads, per_head)
+    assert {tuple(row) for row in target.tolist()} == set(
+        itertools.product(range(blocks), range(heads if per_head else 1), range(splits), [splits])
+    )
+    position = torch.arange(keys) - torch.arange(queries)[:, None] - offset
+    is_seen = (position >= (first if left is None else -left)) & (position <= last)
+    num_queries = torch.bincount((position - first)[is_seen], minlength=16 * blocks).view(blocks, 16).amax(1)
+    lengths = num_queries[target[:, 0].long()]
+    lengths = lengths[lengths > 0]
+    # Blocks are taken by their distance to the middle, so one side may be ahead by a block.
+    assert len(lengths) > 0 and (lengths[1:] - lengths[:-1] <= 16).all(), lengths
 
 
 # Equal bits.

@@ -6,6 +6,7 @@ all dS of a query would be wrong by the same factor, which adds up in gradients 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -125,3 +126,19 @@ def test_scores_that_do_not_repeat(kind: str) -> None:
     assert all(bool(gradient.isfinite().all()) for gradient in gradients if gradient is not None)
     most = inputs.d_out.abs().sum(2, keepdim=True).double()
     assert_at_most("d_value beyond", (gradients[2].double().abs() - most).clamp_min(0), sum_allowance(40, most))
+
+
+@pytest.mark.parametrize("term", ["rel_key", "rel_bias"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_end_rows_that_are_not_finite(value: float, term: str) -> None:
+    """What an end row of a clamped table holds reaches queries that see keys beyond it, as in the reference, and no others."""
+    inputs = make_inputs(1, 2, 70, 90, 16, num_rows=21, rel_key=term == "rel_key", rel_bias=True, dtype=torch.float32, seed=4)
+    getattr(inputs, term).view(21, -1)[-1, 0] = value
+    attn_mask = torch.ones(70, 90, dtype=torch.bool)
+    attn_mask[:40, 32:] = False  # of these queries, those of a tile see nothing of the next tiles
+    arguments: dict[str, Any] = {"positions": RelativePositions(-10, 10, "clamp"), "attn_mask": attn_mask}
+    results = all_gradients(inputs, dict.fromkeys(selection.KERNELS, TileConfig(32, 32, 4, 1)), **arguments)
+    expected = forward_backward(reference_attention, inputs, **arguments)
+    for name in ("out", "lse", "d_query"):
+        assert torch.allclose(results[name], expected[name], atol=1e-3, rtol=1e-3, equal_nan=True), name
+    assert results["out"].isfinite().any() and (term == "rel_bias" or results["out"].isnan().any())

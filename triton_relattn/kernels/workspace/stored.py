@@ -59,14 +59,18 @@ def table_share(first_position, BLOCK_ROWS: tl.constexpr, num_blocks, common, nu
         middle = tl.maximum(middle, -window[0])
     if window[1] is not None:
         middle = tl.minimum(middle, window[1])
+    middle = tl.minimum(tl.maximum(middle - first_position, 0) // BLOCK_ROWS, num_blocks - 1)
     num_tables = num_heads if PER_HEAD else 1
     num_splits = tl.num_programs(0) // (num_blocks * num_tables)
     number = tl.program_id(0) // num_splits
-    # From the middle block on to either side in turn, around the ends
-    distance = number // num_tables
-    distance = tl.where(distance % 2 == 0, distance // 2, num_blocks - (distance + 1) // 2)
-    block = tl.minimum(tl.maximum(middle - first_position, 0) // BLOCK_ROWS, num_blocks - 1) + distance
-    return block % num_blocks, number % num_tables, tl.program_id(0) % num_splits, num_splits
+    # Blocks to either side of the middle one in turn, and then those that one side has more
+    order = number // num_tables
+    reach = tl.minimum(middle, num_blocks - 1 - middle)
+    has_two = order <= 2 * reach
+    distance = tl.where(has_two, (order + 1) // 2, order - reach)
+    is_above = tl.where(has_two, order % 2 == 0, reach == middle)
+    block = middle + tl.where(is_above, distance, -distance)
+    return block, number % num_tables, tl.program_id(0) % num_splits, num_splits
 
 
 @triton.jit
