@@ -9,7 +9,7 @@ if there is a rel_value, in the workspace.
 import triton
 import triton.language as tl
 
-from .logits import Keys, Queries, key_table, score_table, tile_logits, value_table
+from .logits import Keys, Queries, key_table, relative_terms, score_table, tile_logits, value_table
 from .tile.addressing import head_matrix, key_order, load_rows, row_vector, side_vector, store_rows
 from .tile.band import blocks_before, whole_tile
 from .tile.key_terms import (
@@ -136,10 +136,13 @@ def dkv_kernel(
                 if PART == FAR and HAS_TERM and TILE.coverage == "clamp":
                     far_term = side_vector(per_query.far_scores, place.entry, head, side, place.query_start)
                     far_term = tl.load(far_term + offs_m, mask=valid_m, other=0.0)
-                tile_queries = Queries(query, rel_query, table, far_term, offs_m, valid_m)
-                tile_keys = Keys(key, natural_key, keys_table, inputs.far_keys, offs_n, valid_n)
-                scores, is_visible, slope, carried, keys_carried = tile_logits(
-                    tile_queries, tile_keys, carried, keys_carried, relative, is_past, mask, place, head, common, True, PART, TILE
+                tile_queries = Queries(rel_query, table, far_term, offs_m, valid_m)
+                tile_keys = Keys(natural_key, keys_table, inputs.far_keys, offs_n, valid_n)
+                terms, carried, keys_carried = relative_terms(
+                    tile_queries, tile_keys, carried, keys_carried, relative, is_past, place, head, PART, TILE
+                )
+                scores, is_visible, slope = tile_logits(
+                    query, key, terms, tile_queries, tile_keys, relative, mask, place, common, True, PART, TILE
                 )
                 beyond = far_term if is_linear(common.scaling.softcap, mask) else None
                 probs = probabilities(scores, beyond, is_visible, scale, row_max, log_sum)

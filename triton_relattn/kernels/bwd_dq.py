@@ -10,7 +10,7 @@ or last row: their dS, and with rel_value their P, are summed per query, also fo
 import triton
 import triton.language as tl
 
-from .logits import Keys, Queries, key_table, score_table, tile_logits, value_table
+from .logits import Keys, Queries, key_table, relative_terms, score_table, tile_logits, value_table
 from .tile.addressing import (
     head_matrix,
     key_order,
@@ -151,12 +151,15 @@ def dq_kernel(
                 natural = natural_keys(keys, key_start, place, common.window, TILE, SHAPE)
             if PART == FAR and HAS_TERM and IS_CLAMPED:
                 far_term = tl.where(is_past, far_past, far_future)
-            key = load_rows(keys, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
             # P = exp(S - lse) [M, N], S the forward's logits: the relative terms, and Q K^T added to them
-            tile_queries = Queries(query, rel_query, table, far_term, offs_m, valid_m)
-            tile_keys = Keys(key, natural, keys_table, inputs.far_keys, offs_n, valid_n)
-            scores, is_visible, slope, carried, keys_carried = tile_logits(
-                tile_queries, tile_keys, carried, keys_carried, relative, is_past, mask, place, head, common, False, PART, TILE
+            tile_queries = Queries(rel_query, table, far_term, offs_m, valid_m)
+            tile_keys = Keys(natural, keys_table, inputs.far_keys, offs_n, valid_n)
+            terms, carried, keys_carried = relative_terms(
+                tile_queries, tile_keys, carried, keys_carried, relative, is_past, place, head, PART, TILE
+            )
+            key = load_rows(keys, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
+            scores, is_visible, slope = tile_logits(
+                query, key, terms, tile_queries, tile_keys, relative, mask, place, common, False, PART, TILE
             )
             beyond = far_term if is_linear(common.scaling.softcap, mask) else None
             probs = probabilities(scores, beyond, is_visible, scale, row_max, log_sum)

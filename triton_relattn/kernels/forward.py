@@ -10,7 +10,7 @@ from .call import Call, cdiv
 from .config.selection import until_it_fits
 from .config.tile_config import TileConfig
 from .delta import RESIDUAL_SCALE, launch_far_keys
-from .logits import Keys, Queries, key_table, score_table, tile_logits, value_table
+from .logits import Keys, Queries, key_table, relative_terms, score_table, tile_logits, value_table
 from .operands import strided, with_aligned_operands, with_positive_scale
 from .splits import launch_merge, num_key_splits, split_range
 from .tile.addressing import head_matrix, key_order, load_queries, load_rows, row_vector, store_past_future, store_rows
@@ -28,7 +28,7 @@ from .tile.masking import (
     part_range,
     stop_part,
 )
-from .tile.scores import LN_2, exponent_scale, is_linear, softmax_update
+from .tile.scores import LN_2, exponent_scale, is_linear, settled, softmax_update
 from .tile.table import add_end_rows, add_far_tile, far_terms, reached_positions, reached_table
 
 
@@ -99,7 +99,7 @@ def forward_kernel(
         ones = tl.full([TILE.block_n, 16], 1.0, values[0].dtype.element_ty)
         rounded_sum = tl.full([TILE.block_m, 16], 0.0, tl.float32)
     past, future = row_sum, row_sum  # sums over far keys of the probabilities that dropout keeps
-    acc = tl.full([TILE.block_m, SHAPE.block_dv], 0.0, tl.float32)
+    acc = settled(tl.full([TILE.block_m, SHAPE.block_dv], 0.0, tl.float32))
     scale = exponent_scale(common.scaling, mask)
 
     for PART in tl.static_range(first_part(TILE), stop_part(TILE)):
@@ -120,12 +120,15 @@ def forward_kernel(
                 natural = natural_keys(keys, key_start, place, common.window, TILE, SHAPE)
             if PART == FAR and HAS_TERM and TILE.coverage == "clamp":
                 far_term = tl.where(is_past, far_past, far_future)
-            key = load_rows(keys, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
             # S: the relative terms [M, N], and Q K^T added to them
-            tile_queries = Queries(query, rel_query, table, far_term, offs_m, valid_m)
-            tile_keys = Keys(key, natural, keys_table, inputs.far_keys, offs_n, valid_n)
-            scores, is_visible, _, carried, keys_carried = tile_logits(
-                tile_queries, tile_keys, carried, keys_carried, relative, is_past, mask, place, head, common, False, PART, TILE
+            tile_queries = Queries(rel_query, table, far_term, offs_m, valid_m)
+            tile_keys = Keys(natural, keys_table, inputs.far_keys, offs_n, valid_n)
+            terms, carried, keys_carried = relative_terms(
+                tile_queries, tile_keys, carried, keys_carried, relative, is_past, place, head, PART, TILE
+            )
+            key = load_rows(keys, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
+            scores, is_visible, _ = tile_logits(
+                query, key, terms, tile_queries, tile_keys, relative, mask, place, common, False, PART, TILE
             )
             # P = exp(S - maximum) [M, N]; sums so far are rescaled if the maximum moves.
             scores = tl.where(is_visible, scores, -float("inf"))

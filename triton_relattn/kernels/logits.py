@@ -1,7 +1,7 @@
 """The logits of a tile: q.k, the relative terms, what is visible, softcap and mask. Here a new term goes.
 
-The forward, dkv and dq kernels all call tile_logits: the backward has the forward's logits. In a loop over tiles, terms of one
-tile come partly from the product of the tile before; what one iteration keeps for the next is in ``carried``.
+The forward, dkv and dq kernels all call relative_terms, then tile_logits: the backward has the forward's logits. In a loop over
+tiles, terms of one tile come partly from the product of the tile before; what one iteration keeps for the next is in ``carried``.
 """
 
 from typing import Any, NamedTuple
@@ -20,7 +20,6 @@ from .tile.table import Table, bias_tile
 class Queries(NamedTuple):
     """A tile's queries, and the table of their terms."""
 
-    query: Any  # [M, D]
     rel_query: Any  # [M, Dr], what rel_key meets
     table: Any  # score_table
     far_term: Any  # in the far part of a clamped table [M], the term with all keys on the tile's side of it; else None
@@ -31,7 +30,6 @@ class Queries(NamedTuple):
 class Keys(NamedTuple):
     """A tile's keys, in addressing.key_order, and the table of their terms."""
 
-    key: Any  # [N, D]
     natural: Any  # [N, D], what rel_p2c meets: the keys in their natural order
     table: Any  # key_table
     far_keys: Any  # of Operands
@@ -71,55 +69,58 @@ def key_table(inputs, common, head, first, last, SHAPE: tl.constexpr, TILE: tl.c
 
 
 @triton.jit
-def tile_logits(
-    queries,
-    keys,
-    carried,
-    keys_carried,
-    relative,
-    is_past,
-    mask,
-    place,
-    head,
-    common,
-    CHECKS_QUERIES: tl.constexpr,
-    PART: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Return (scores [M, N] with their relative terms, the pairs that are seen [M, N], the slope of the softcap, carried,
-    keys_carried).
+def relative_terms(queries, keys, carried, keys_carried, relative, is_past, place, head, PART: tl.constexpr, TILE: tl.constexpr):
+    """Return (the terms of a tile's scores that come before their product [M, N], carried, keys_carried).
 
-    Scores are logits divided by scale, or logits if there is a softcap or a mask of numbers (scores.py). far_term is in logits
-    alone: scores lack it, and the softmax adds it per query.
     carried, keys_carried: as returned for the tile before, of the queries' terms and of the keys'. For the first tile a loop over
     the keys has blocks_before of its queries, one along the queries blocks_before of its keys.
     relative: the relative position of the first key to the first query. is_past: in the far part, on which side of the table.
-    CHECKS_QUERIES: a query that does not exist sees nothing. It was loaded as zeros; times a table row of NaN that would be NaN
-    for all keys.
     """
-    HAS_BIAS_ALONE: tl.constexpr = PART == NEAR and TILE.has_bias and not TILE.has_matrix
-    # Terms of the queries: q . E of each pair [M, N], from the band, or a bias; beyond a clamped table one per query
+    # Terms of the queries: q . E of each pair [M, N], from the band
     terms = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
     if PART == NEAR and TILE.has_matrix:
         terms, carried = next_terms(queries.rel_query, queries.table, carried, relative, TILE)
-    elif HAS_BIAS_ALONE:
-        biases = bias_tile(queries.table, relative, TILE)
-    elif queries.far_term is not None and not is_linear(common.scaling.softcap, mask):
-        terms = tl.broadcast_to(queries.far_term[:, None], (TILE.block_m, TILE.block_n))
     # Terms of the keys: k . F, the same with queries and keys exchanged
     if PART == NEAR and TILE.key_tile is not None:
         key_terms, keys_carried = next_key_terms(keys.natural, keys.table, keys_carried, relative, TILE)
         terms += key_terms
     elif keys.far_keys is not None:
         terms += far_key_terms(keys.far_keys, place, head, is_past, keys.indices, keys.valid)[None, :]
-    # Q K^T [M, N], added to them. A bias is added to the product, so that its loads run beside it.
-    scores = tile_scores(queries.query, keys.key, terms, TILE)
-    if HAS_BIAS_ALONE:
-        scale = tl.cast(queries.table.bias_scale, tl.float32)
-        scores = tl.fma(biases, tl.broadcast_to(scale, (TILE.block_m, TILE.block_n)), scores)
+    return terms, carried, keys_carried
+
+
+@triton.jit
+def tile_logits(
+    query,
+    key,
+    terms,
+    queries,
+    keys,
+    relative,
+    mask,
+    place,
+    common,
+    CHECKS_QUERIES: tl.constexpr,
+    PART: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Return (scores [M, N], the pairs that are seen [M, N], the slope of the softcap) of query [M, D] and key [N, D], with their
+    relative terms. Scores are logits divided by scale, or logits if there is a softcap or a mask of numbers (scores.py).
+
+    Beyond a clamped table the term is one number per query. Unless it meets a softcap or a mask of numbers, scores lack it, and
+    the softmax adds it per query.
+    CHECKS_QUERIES: a query that does not exist sees nothing. It was loaded as zeros; times a table row of NaN that would be NaN
+    for all keys.
+    """
+    if queries.far_term is not None and not is_linear(common.scaling.softcap, mask):
+        terms += queries.far_term[:, None]
+    scores = tile_scores(query, key, terms, TILE)
+    # A bias is added to the product, so that its loads run beside it; by fma, else Triton adds it before.
+    if PART == NEAR and TILE.has_bias and not TILE.has_matrix:
+        scale = tl.broadcast_to(tl.cast(queries.table.bias_scale, tl.float32), scores.shape)
+        scores = tl.fma(bias_tile(queries.table, relative, TILE), scale, scores)
     offs_m, offs_n = queries.indices[:, None], keys.indices[None, :]
     is_visible = visible(offs_m, offs_n, place, common.window)
     if CHECKS_QUERIES or mask is not None:
         is_visible = is_visible & queries.valid[:, None]
-    scores, is_visible, slope = apply_softcap_and_mask(scores, is_visible, offs_m, offs_n, mask, common.scaling)
-    return scores, is_visible, slope, carried, keys_carried
+    return apply_softcap_and_mask(scores, is_visible, offs_m, offs_n, mask, common.scaling)

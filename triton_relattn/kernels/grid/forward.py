@@ -11,7 +11,7 @@ from ..config.tile_config import TileConfig
 from ..operands import strided
 from ..tile.addressing import head_matrix, load_rows, store_past_future, store_rows
 from ..tile.masking import keep_mask, locate_queries
-from ..tile.scores import exponent_scale, softmax_update, tile_scores
+from ..tile.scores import exponent_scale, settled, softmax_update, tile_scores
 from .call import GridCall
 from .tile import first_strip, load_column_terms, load_row_terms, strip_at, tile_keys, with_terms
 
@@ -36,7 +36,7 @@ def grid_forward_kernel(
     # State of the online softmax: maximum and sum [M], out [M, Dv], not yet divided by the sum
     row_max = tl.full([TILE.block_m], -float("inf"), tl.float32)
     row_sum = tl.full([TILE.block_m], 0.0, tl.float32)
-    acc = tl.full([TILE.block_m, SHAPE.block_dv], 0.0, tl.float32)
+    acc = settled(tl.full([TILE.block_m, SHAPE.block_dv], 0.0, tl.float32))
     nothing = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
     scale = exponent_scale(common.scaling, None)
 

@@ -24,8 +24,12 @@ def has_wgmma():
 
 @triton.jit
 def settled(acc):
-    """Return a loop's sum after its product has ended. A product that is still in flight when the next iteration begins makes
-    ptxas wait after each of the kernel's products (warning C7515). ptxas drops the moves."""
+    """Return an accumulator of products as other instructions define it, by moves that ptxas drops.
+
+    If other instructions may define an accumulator while a product with it is in flight, ptxas makes every product of the kernel
+    wait (warning C7515). So the last product of a loop ends before the next iteration. In the forward that costs registers; there
+    the loops begin with zeros that are no constants, which would be moved in where a loop has no iterations.
+    """
     if has_wgmma():
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [acc], dtype=tl.float32, is_pure=False, pack=1)
     else:
