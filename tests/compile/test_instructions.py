@@ -9,6 +9,7 @@ import pytest
 
 from bench.compile import KernelCase, used_by
 from bench.compiled import Resources, matrix_instructions
+from bench.compiled import compiled as compiled_kernel
 from tests.compile.targets import on_triton_3_7
 
 BACKWARD = ("dkv", "stored_dq", "dtable")
@@ -97,6 +98,15 @@ def test_products_per_tile_of_the_backward() -> None:
     assert products("dq", "clamp") == 4  # near the table; one block of QE is carried
     assert products("stored_dq", "full") == 2  # dS with keys, and with rows of the table
     assert products("dtable", "full") == 1  # dE
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_beyond_a_table_nan_is_kept(target: str) -> None:
+    """An end row with NaN reaches out: the shift of far scores is a maximum that keeps NaN, unlike fmax. (In the interpreter both
+    are numpy's.)"""
+    for table in ("full", "clamp"):
+        kernel = compiled_kernel("forward", target, *case("forward", target, 64, table).call)
+        assert ("max.NaN.f32" in kernel.asm["ptx"]) == (table == "clamp")
 
 
 def test_far_tiles_cost_no_product() -> None:
