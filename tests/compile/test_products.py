@@ -49,10 +49,14 @@ def kind(case: KernelCase) -> tuple[Any, ...]:
     return case.kernel, case.head_dim, case.config, coverage
 
 
+def shown(case: KernelCase) -> str:
+    return f"{case.kernel}-{case.head_dim}-{case.features}"
+
+
 FIRST = {kind(case): case for case in reversed(list(cases()))}.values()
 
 
-@pytest.mark.parametrize("case", [c if c in FIRST else pytest.param(c, marks=pytest.mark.slow) for c in cases()], ids=str)
+@pytest.mark.parametrize("case", [c if c in FIRST else pytest.param(c, marks=pytest.mark.slow) for c in cases()], ids=shown)
 def test_products_and_registers(case: KernelCase) -> None:
     """Products run side by side, and registers suffice where they did."""
     kernel = compiled(case.kernel, case.target, *case.call, case.config)
