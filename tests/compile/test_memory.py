@@ -91,7 +91,7 @@ def test_without_a_table_nothing_is_stored() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("table", "shortest"), [("full", 16384), ("clamp", 2048)])
+@pytest.mark.parametrize(("table", "shortest"), [("full", 32768), ("clamp", 2048)])
 def test_memory_of_all_terms_is_linear(table: str, shortest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice the length takes twice the bytes, except for a constant, once the number of programs no longer grows."""
     monkeypatch.setenv(planning.VARIABLE, "0")
