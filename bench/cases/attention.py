@@ -260,7 +260,7 @@ deberta, inkling: the sizes that others report; DeBERTa v3 base, whose buckets t
 layers have a window.
 t5: a bias alone.
 dense: of 4,096 positions only two sequences, since dense tensors of four have 2^31 elements, which some backends refuse.
-flex: FlexAttention captures Q E^T, for which the same holds from 64 heads on.
+flex: terms, but of a full table two sequences, since FlexAttention captures Q E^T, for which the same holds.
 small: for trying things out."""
 
 

@@ -160,6 +160,11 @@ def _flex(case: Case) -> Function:
 
         mask = create_block_mask(seen, None, None, case.length, case.length, device=device)
 
+    slopes: Any = alibi_slopes(case.heads, device=device) if case.is_alibi else None
+
+    def add_alibi(score: Any, _batch: Any, head: Any, i: Any, j: Any) -> Any:
+        return score - slopes[head] * (j - i).abs()
+
     def run(inputs: Inputs) -> torch.Tensor:
         _forward_only("FlexAttention", device)
         rel_query = inputs.query if inputs.rel_query is None else inputs.rel_query
@@ -167,10 +172,6 @@ def _flex(case: Case) -> Function:
         by_query = None if inputs.rel_key is None else (rel_query * case.head_dim**-0.5) @ inputs.rel_key.mT
         by_key = None if inputs.rel_p2c is None else (inputs.key * case.head_dim**-0.5) @ inputs.rel_p2c.mT
         bias = inputs.rel_bias
-        slopes = alibi_slopes(case.heads, device=inputs.query.device)
-
-        def add_alibi(score: Any, _batch: Any, head: Any, i: Any, j: Any) -> Any:
-            return score - slopes[head] * (j - i).abs()
 
         def add_relative(score: Any, batch: Any, head: Any, i: Any, j: Any) -> Any:
             row = (j - i).clamp(first, last) - first

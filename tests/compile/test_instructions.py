@@ -5,6 +5,8 @@ Counts are those of one version of Triton, the one in constraints.txt.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from bench.compile import KernelCase, used_by
@@ -25,9 +27,11 @@ def compiled(kernel: str, target: str, width: int, table: str) -> Resources:
 
 
 def per_score(kernel: str, target: str, width: int, table: str) -> list[float]:
-    """Instructions of each loop per score, near loop first: warps times instructions over the elements of a tile."""
-    config = case(kernel, target, width, table).config
-    loops = [loop for loop in compiled(kernel, target, width, table).loops if matrix_instructions(loop)]
+    """Instructions of each loop per score, near loop first: warps times instructions over the elements of a tile. Without a limit
+    of registers, whose spills are no cost of a term."""
+    kernel_case = case(kernel, target, width, table)
+    config = replace(kernel_case.config, max_registers=None)
+    loops = [loop for loop in used_by(kernel_case, config).loops if matrix_instructions(loop)]
     return [loop.total() * config.num_warps / (config.block_m * config.block_n) for loop in loops]
 
 
@@ -45,7 +49,7 @@ def test_cost_of_the_relative_term_in_the_backward() -> None:
     """Instructions per score on sm_90, width 64, against kernels without a table: full tables, and far tiles of clamped ones."""
     (plain_columns,), (plain_rows,) = (per_score(kernel, "sm_90", 64, "none") for kernel in ("dkv", "dq"))
     (columns,), (rows,), (table,) = (per_score(kernel, "sm_90", 64, "full") for kernel in BACKWARD)
-    assert plain_columns < columns <= 2.1 * plain_columns  # with 168 registers it spills
+    assert plain_columns < columns <= 2 * plain_columns
     assert rows <= plain_rows  # two products beside three
     assert plain_rows + plain_columns < rows + columns + table <= 2 * (plain_rows + plain_columns)
     assert per_score("dkv", "sm_90", 64, "clamp")[1] <= 1.3 * plain_columns  # which does not prefetch

@@ -78,10 +78,10 @@ def test_forward(target: str, head_dim: int, tile: tuple[int, int, int]) -> None
 def test_backward() -> None:
     """The default configuration of the dkv kernel, 64 x 64: no shared memory for rotations."""
     case = KernelCase("dkv", "sm_90", "bf16", 64, "full")
-    config = case.config
+    config = replace(case.config, max_registers=None)  # which would spill, and add instructions that are no rotations
     assert (config.block_m, config.block_n, config.num_warps, config.rotation) == (64, 64, 4, "registers")
     loads = {"LDGSTS" if config.num_stages > 1 else "LDG": (1, ANY)}
-    check_all(case, config, BACKWARD | loads, 950, 120)
+    check_all(case, config, BACKWARD | loads, 890, 0)
 
 
 def test_a_gather_fails_the_check() -> None:

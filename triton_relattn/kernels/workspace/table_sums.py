@@ -16,7 +16,7 @@ from .planning import Plan
 from .stored import program_rows, query_step
 
 PROGRAMS_PER_MULTIPROCESSOR = 8
-"""Of the dtable kernel, twice as many as run at once: short ones fill what long ones leave."""
+"""Of the dtable kernel: twice as many as fit, so that short programs fill the gaps that long ones leave."""
 
 
 def table_splits(device: torch.device, programs: int, shares: int) -> int:
