@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, fields, replace
 from typing import Any
 
-from triton_relattn.kernels.config import selection
 from triton_relattn.kernels.config.architectures import ARCHITECTURES
+from triton_relattn.kernels.config.tile_config import KERNELS, TileConfig
 
 from .cases.attention import DTYPES
 from .cases.features import FEATURES, Resolved
@@ -24,7 +24,7 @@ from .report.rows import Table, in_one_line, stamp
 from .report.text import progress, table
 from .verbs.options import add_csv, add_jobs, add_list, interpreted
 
-TILE_COLUMNS = tuple(field.name for field in fields(selection.TileConfig))
+TILE_COLUMNS = tuple(field.name for field in fields(TileConfig))
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "gfx942")
 COLUMNS = (
     *("kernel", "target", "dtype", "head_dim", "rel_dim", "features", *TILE_COLUMNS),
@@ -50,7 +50,7 @@ class KernelCase:
         return call_with(self.features, DTYPES[self.dtype], self.head_dim)
 
     @property
-    def config(self) -> selection.TileConfig:
+    def config(self) -> TileConfig:
         """The selected one."""
         return selected(self.kernel, self.target, *self.call)
 
@@ -69,7 +69,7 @@ class KernelCase:
 
 
 @functools.cache
-def used_by(case: KernelCase, config: selection.TileConfig) -> Resources:
+def used_by(case: KernelCase, config: TileConfig) -> Resources:
     """Return what the kernel takes with this configuration."""
     return resources(compiled(case.kernel, case.target, *case.call, config))
 
@@ -101,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_list(parser, "targets", tuple(ARCHITECTURES), TARGETS)
     add_list(parser, "dtypes", tuple(DTYPES), ("bf16",))
     add_list(parser, "features", FEATURES, FEATURES)
-    add_list(parser, "kernels", selection.KERNELS, selection.KERNELS)
+    add_list(parser, "kernels", KERNELS, KERNELS)
     add_list(parser, "head-dims", (16, 32, 64, 80, 96, 128, 256), (64, 128))
     add_jobs(parser)
     add_csv(parser)

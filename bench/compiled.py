@@ -25,17 +25,19 @@ from triton_relattn._core.grids import GridTensors
 from triton_relattn._core.spec import AttentionTensors
 from triton_relattn.kernels import tuning
 from triton_relattn.kernels.backward import backward
-from triton_relattn.kernels.call import Call
-from triton_relattn.kernels.config import architectures, selection
+from triton_relattn.kernels.call import call_of
+from triton_relattn.kernels.config import architectures
 from triton_relattn.kernels.config.architectures import architecture_of
+from triton_relattn.kernels.config.tile_config import KERNELS, TileConfig
 from triton_relattn.kernels.forward import forward
 from triton_relattn.kernels.grid.backward import backward as grid_backward
 from triton_relattn.kernels.grid.call import GridCall
 from triton_relattn.kernels.grid.forward import forward as grid_forward
+from triton_relattn.kernels.plan import described
 
 from .cases.attention import Case
 
-DIRECTIONS = {"forward": selection.KERNELS[:1], "backward": selection.KERNELS[1:], "forward+backward": selection.KERNELS}
+DIRECTIONS = {"forward": KERNELS[:1], "backward": KERNELS[1:], "forward+backward": KERNELS}
 """The kernels that may run."""
 
 
@@ -61,21 +63,22 @@ def recorded_launches(
         yield launches
 
 
-def selected(kernel: str, target: str, tensors: AttentionTensors | GridTensors, spec: Any) -> selection.TileConfig:
-    """The configuration of one of selection.KERNELS that a call gets on the target; its tensors may be on "meta"."""
+def selected(kernel: str, target: str, tensors: AttentionTensors | GridTensors, spec: Any) -> TileConfig:
+    """The configuration of one of KERNELS that a call gets on the target; its tensors may be on "meta"."""
     if isinstance(tensors, GridTensors):
-        return GridCall(tensors, *spec, arch=target).tile(kernel)
-    return Call(tensors, spec, arch=target).tile(kernel)
+        plan = described(tensors, target)
+        return GridCall(plan, GridTensors(*plan.given), *spec).tile(kernel)
+    return call_of(tensors, spec, target).tile(kernel)
 
 
 def launched(tensors: AttentionTensors | GridTensors, spec: Any) -> list[str]:
-    """The kernels of selection.KERNELS that a call, all of whose gradients are wanted, launches; its tensors may be on "meta".
+    """The kernels of KERNELS that a call, all of whose gradients are wanted, launches; its tensors may be on "meta".
 
     rel_value's gradient takes the dtable kernel once more where there is a table for the scores as well.
     """
     if isinstance(tensors, GridTensors):
         return ["forward", "dq", "dkv"]
-    names = tuning.kernels_of(tensors, Call(tensors, spec, arch="sm_90").coverage)  # of any GPU
+    names = tuning.kernels_of(tensors, call_of(tensors, spec, "sm_90").coverage)  # of any GPU
     if tensors.rel_value is not None and (tensors.rel_key is not None or tensors.rel_bias is not None):
         names.insert(names.index("dtable"), "dtable")
     return names
@@ -87,7 +90,7 @@ def configurations(case: Case, direction: str, device: str) -> str:
     if not can_run_triton(inputs.query, inputs.value):
         return "blockwise"
     tensors, spec = case.resolved(inputs)
-    call = Call(tensors, spec)
+    call = call_of(tensors, spec)
     names = [name for name in launched(tensors, spec) if name in DIRECTIONS[direction]]
     return ", ".join(f"{name} {tuning.shown(call.tile(name))}" for name in names)
 
@@ -97,9 +100,9 @@ def compiled(
     target: str,
     tensors: AttentionTensors | GridTensors,
     spec: Any,
-    config: selection.TileConfig | None = None,
+    config: TileConfig | None = None,
 ) -> CompiledKernel:
-    """One of selection.KERNELS as a call, all of whose gradients are wanted, launches it; config: instead of the selected one.
+    """One of KERNELS as a call, all of whose gradients are wanted, launches it; config: instead of the selected one.
 
     tensors, spec: as cases.features.call returns them.
     """

@@ -4,7 +4,6 @@ with the TRITON_INTERPRET they need."""
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 import os
 import sys
@@ -116,20 +115,30 @@ def poison_memory(patch: pytest.MonkeyPatch) -> None:
 
 
 def cut_tiles(patch: pytest.MonkeyPatch, tiles: Mapping[str, tuple[Any, ...]] | None, rounds_terms: bool | None = None) -> None:
-    """Give the kernels these tiles, by their names: (block_m, block_n, carry, rotation). Cached decisions are dropped.
+    """Give the kernels these tiles, by their names: (block_m, block_n, carry, rotation). Plans are made anew.
 
     Args:
         rounds_terms: whether terms of tables are rounded to float16, as on a GPU; None: as by default.
     """
-    from triton_relattn.kernels import call
-    from triton_relattn.kernels.config import architectures, selection
+    from triton_relattn.kernels import plan
+    from triton_relattn.kernels.config import architectures
+    from triton_relattn.kernels.config.selection import Tables
+    from triton_relattn.kernels.config.tile_config import TileConfig
 
-    patch.setattr(call, "call_constants", inspect.unwrap(call.call_constants))
+    patch.setattr(plan, "_plans", {})
     if tiles is not None:
-        configs = {name: selection.TileConfig(m, n, m // 16, 1, *others) for name, (m, n, *others) in tiles.items()}
-        patch.setattr(selection, "select", lambda kernel, *_, **__: configs[kernel])
+        configs = {name: TileConfig(m, n, m // 16, 1, *others) for name, (m, n, *others) in tiles.items()}
+        patch.setattr(Tables, "select", lambda tables, kernel, *_, **__: configs[kernel])
     if rounds_terms is not None:
         patch.setattr(architectures, "rounds_terms", lambda *_: rounds_terms)
+
+
+@pytest.fixture(autouse=True)
+def fresh_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls are not known, and plans are made anew in each test, which may change what they are made by."""
+    monkeypatch.setattr("triton_relattn._calls._known", {})
+    if "triton_relattn.kernels.plan" in sys.modules:
+        monkeypatch.setattr("triton_relattn.kernels.plan._plans", {})
 
 
 @pytest.fixture(autouse=True)

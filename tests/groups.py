@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-PREFIXES = {"inputs": "", "per_query": "", "d_tables": "d_", "common": ""}
+PREFIXES = {"inputs": "", "per_query": "", "end_rows": "end_", "common": ""}
 
 
 def flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all arguments, members of groups under the names of their fields ("rel_key" of d_tables is "d_rel_key")."""
+    """Return all arguments, members of groups under the names of their fields ("rel_key" of end_rows is "end_rel_key")."""
     result: dict[str, Any] = {}
     for name, value in arguments.items():
         if is_group(name, value):

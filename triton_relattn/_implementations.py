@@ -10,7 +10,9 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
@@ -25,9 +27,9 @@ from ._reference import resolved_reference
 
 Tensors: TypeAlias = AttentionTensors | GridTensors
 Spec: TypeAlias = Any  # AttentionSpec with AttentionTensors, GridSpec with GridTensors
-Results: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""Of a forward: out (B, Hq, Nq, Dv), lse (B, Hq, Nq) or (B, Hq, 0), and for the backward softmax_stats (B, Hq, 2, Nq) and extra.
-Those that an implementation does without have no elements."""
+Results: TypeAlias = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+"""Of a forward: out (B, Hq, Nq, Dv), lse (B, Hq, Nq), and for the backward softmax_stats (B, Hq, 2, Nq) and extra; None where
+there is none."""
 Saved: TypeAlias = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 """For a backward: out, softmax_stats and extra, None where they were not saved."""
 Gradients: TypeAlias = tuple[torch.Tensor | None, ...]
@@ -43,6 +45,14 @@ class Implementation:
     empty_results: Callable[[Tensors, Spec, bool], Results]  # (tensors, spec, save_extra), also of tensors without memory
     forward: Callable[[Tensors, Spec, bool], Results]  # (tensors, spec, save_extra)
     backward: Callable[[torch.Tensor, torch.Tensor | None, Saved, Tensors, Spec, Sequence[bool]], Gradients]
+
+    def prepared(self, tensors: AttentionTensors, spec: AttentionSpec, save_extra: bool) -> Callable[..., Results]:
+        """Return the forward of calls of one kind, as a function of the tensors one by one."""
+        return lambda *given: self.forward(AttentionTensors(*given), spec, save_extra)
+
+    def surroundings(self, query: torch.Tensor) -> Any:
+        """Return what else than the tensors and the spec a prepared forward depends on."""
+        return None
 
     def why_not(self, query: torch.Tensor, value: torch.Tensor, rel_query: torch.Tensor | None = None) -> str | None:
         """Return why it cannot serve these tensors, with what to do about it; None if it can."""
@@ -70,20 +80,19 @@ class Blockwise(Implementation):
         return not torch.compiler.is_compiling() and attention.keeps_probs(tensors, spec)
 
     def empty_results(self, tensors: Tensors, spec: Spec, save_extra: bool) -> Results:
-        query = tensors.query
         if isinstance(tensors, GridTensors):
-            return grids.new_out(tensors), *_empty_stats(query)
-        out, lse = new_like(query, tensors.value.shape[-1]), attention.new_lse(tensors, spec)
-        return out, lse, query.new_empty(0, dtype=lse.dtype), self._empty_probs(tensors, spec, save_extra)
+            return grids.new_out(tensors), None, None, None
+        out = new_like(tensors.query, tensors.value.shape[-1])
+        return out, self._empty_lse(tensors, spec), None, self._empty_probs(tensors, spec, save_extra)
 
     def forward(self, tensors: Tensors, spec: Spec, save_extra: bool) -> Results:
         with without_autocast(tensors.query.device):
             if isinstance(tensors, GridTensors):
-                return grids.forward(tensors, spec.scale, spec.dropout_p), *_empty_stats(tensors.query)
+                return grids.forward(tensors, spec.scale, spec.dropout_p), None, None, None
             probs = self._empty_probs(tensors, spec, save_extra)
             method = short if short.serves(tensors, spec) else attention
-            out, lse = method.forward(tensors, spec, probs if save_extra else None)
-        return out, lse, out.new_empty(0, dtype=lse.dtype), probs
+            out, lse = method.forward(tensors, spec, probs)
+        return out, lse if spec.with_lse else None, None, probs
 
     def backward(
         self,
@@ -101,19 +110,17 @@ class Blockwise(Implementation):
             method = short if short.serves(tensors, spec) else attention
             return method.backward(d_out, d_lse, tensors, spec, needs_grad, probs)
 
-    def _empty_probs(self, tensors: AttentionTensors, spec: AttentionSpec, save_extra: bool) -> torch.Tensor:
+    def _empty_lse(self, tensors: AttentionTensors, spec: AttentionSpec) -> torch.Tensor | None:
+        return attention.new_lse(tensors, spec) if spec.with_lse else None
+
+    def _empty_probs(self, tensors: AttentionTensors, spec: AttentionSpec, save_extra: bool) -> torch.Tensor | None:
         """Allocate the probabilities, if they are saved."""
         query = tensors.query
         if not save_extra:
-            return query.new_empty(0)
+            return None
         # Of keys outside a block's window they are 0: the backward, whose blocks depend on the number of threads, may read them.
         new = query.new_empty if max(spec.window_left, spec.window_right) < 0 else query.new_zeros
         return new((*query.shape[:3], tensors.key.shape[2]), dtype=compute_dtype(query.dtype))
-
-
-def _empty_stats(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Allocate lse, softmax_stats and extra of attention on a grid that has none of them."""
-    return query.new_empty((*query.shape[:2], 0)), query.new_empty(0), query.new_empty(0)
 
 
 MAX_TRITON_WIDTH = 256
@@ -140,29 +147,29 @@ class Triton(Implementation):
     def saves_extra(self, tensors: AttentionTensors, spec: AttentionSpec) -> bool:
         return keeps_residual(tensors)
 
+    def prepared(self, tensors: AttentionTensors, spec: AttentionSpec, save_extra: bool) -> Callable[..., Results]:
+        if _on_gpu_of(tensors.query) is not HERE:
+            return super().prepared(tensors, spec, save_extra)
+        return _kernels().forward.prepared(tensors, spec, save_extra)  # type: ignore[no-any-return]
+
+    def surroundings(self, query: torch.Tensor) -> Any:
+        return _kernels().plan.surroundings(query.device)
+
     def empty_results(self, tensors: Tensors, spec: Spec, save_extra: bool) -> Results:
         query, value_width, dtype = tensors.query, tensors.value.shape[-1], compute_dtype(tensors.query.dtype)
         softmax_stats = query.new_empty((*query.shape[:2], 2, query.shape[2]), dtype=dtype)
         if isinstance(tensors, GridTensors):
-            lse, _, extra = _empty_stats(query)
-            return query.new_empty(*query.shape[:3], value_width), lse, softmax_stats, extra
-        out, lse = new_like(query, value_width), query.new_empty(query.shape[:3], dtype=dtype)
-        return out, lse, softmax_stats, torch.empty_like(out) if save_extra else query.new_empty(0)
+            return query.new_empty(*query.shape[:3], value_width), None, softmax_stats, None
+        out, lse = new_like(query, value_width), query.new_empty(query.shape[:3], dtype=dtype) if spec.with_lse else None
+        return out, lse, softmax_stats, torch.empty_like(out) if save_extra else None
 
     def forward(self, tensors: Tensors, spec: Spec, save_extra: bool) -> Results:
-        query = tensors.query
-        with torch.cuda.device_of(query):
+        kernels = _kernels()
+        with _on_gpu_of(tensors.query):
             if isinstance(tensors, GridTensors):
-                from .kernels.grid.forward import forward as grid_forward
-
-                with without_autocast(query.device):  # products of the terms are torch's
-                    out, softmax_stats = grid_forward(tensors, spec.scale, spec.dropout_p)
-                lse, _, extra = _empty_stats(query)
-                return out, lse, softmax_stats, extra
-            from .kernels.forward import forward
-
-            out, lse, softmax_stats, residual = forward(tensors, spec, keeps_residual=save_extra)
-        return out, lse, softmax_stats, query.new_empty(0) if residual is None else residual
+                out, softmax_stats = kernels.grid_forward.forward(tensors, spec.scale, spec.dropout_p)
+                return out, None, softmax_stats, None
+            return kernels.forward.forward(tensors, spec, keeps_residual=save_extra)  # type: ignore[no-any-return]
 
     def backward(
         self,
@@ -173,16 +180,34 @@ class Triton(Implementation):
         spec: Spec,
         needs_grad: Sequence[bool],
     ) -> Gradients:
-        out, softmax_stats, residual = saved
-        with torch.cuda.device_of(d_out):
+        kernels, (out, softmax_stats, residual) = _kernels(), saved
+        with _on_gpu_of(d_out):
             if isinstance(tensors, GridTensors):
-                from .kernels.grid.backward import backward as grid_backward
+                call = tensors, spec.scale, spec.dropout_p, needs_grad
+                return kernels.grid_backward.backward(d_out, out, softmax_stats, *call)  # type: ignore[no-any-return]
+            given = d_out, d_lse, out, softmax_stats, tensors, spec, needs_grad
+            return kernels.backward.backward(*given, residual=residual)  # type: ignore[no-any-return]
 
-                with without_autocast(d_out.device):
-                    return grid_backward(d_out, out, softmax_stats, tensors, spec.scale, spec.dropout_p, needs_grad)
-            from .kernels.backward import backward
 
-            return backward(d_out, d_lse, out, softmax_stats, tensors, spec, needs_grad, residual=residual)
+HERE: AbstractContextManager[None] = nullcontext()
+
+
+def _on_gpu_of(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """Return a context in which a tensor's GPU is the current one; HERE if it is already."""
+    device = tensor.device
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return HERE
+    return torch.cuda.device(device)  # type: ignore[return-value]
+
+
+@functools.cache
+def _kernels() -> Any:
+    """Import the kernels, which needs triton, when they are first used."""
+    from .kernels import backward, forward, plan
+    from .kernels.grid import backward as grid_backward
+    from .kernels.grid import forward as grid_forward
+
+    return SimpleNamespace(forward=forward, backward=backward, plan=plan, grid_forward=grid_forward, grid_backward=grid_backward)
 
 
 TRITON, BLOCKWISE, REFERENCE = Triton(), Blockwise(), Reference()

@@ -18,11 +18,11 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from ._core.dtypes import gradient_like
+from ._core.dtypes import compute_dtype, gradient_like
 from ._core.grids import GridSpec, GridTensors
 from ._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from ._core.warn import untraced
-from ._implementations import IMPLEMENTATIONS, Implementation, Reference
+from ._implementations import IMPLEMENTATIONS, Gradients, Implementation, Reference, Results
 
 NAMESPACE = __name__.partition(".")[0]
 """The operators' namespace in ``torch.ops``: triton_relattn, or the name by which a copy of the package was loaded beside it."""
@@ -55,7 +55,7 @@ class AttentionOperator:
         arguments = [f"{'Tensor?' if field in optional else 'Tensor'} {field}" for field in tensors._fields]
         arguments += [f"{_SCHEMA_TYPES[python_type]} {field}" for field, python_type in get_type_hints(spec).items()]
         schema, grads = ", ".join([*arguments, "str implementation"]), ", ".join(["Tensor"] * self.num_grads)
-        saved = "Tensor d_out, Tensor? d_lse, Tensor? out, Tensor lse, Tensor? softmax_stats, Tensor? extra"
+        saved = "Tensor d_out, Tensor? d_lse, Tensor? out, Tensor? lse, Tensor? softmax_stats, Tensor? extra"
         _library.define(f"{name}_forward({schema}, bool save_extra) -> (Tensor, Tensor, Tensor, Tensor)")
         _library.define(f"{name}_backward({saved}, {schema}, bool[{self.num_grads}] needs_grad) -> ({grads})")
         self.forward_op: Any = getattr(OPERATORS, f"{name}_forward").default
@@ -83,19 +83,42 @@ class AttentionOperator:
 
     def _forward(self, *arguments: Any) -> tuple[torch.Tensor, ...]:
         tensors, spec, name, save_extra = self.split(arguments)
-        return IMPLEMENTATIONS[name].forward(tensors, spec, save_extra)
+        return with_empty(tensors.query, IMPLEMENTATIONS[name].forward(tensors, spec, save_extra))
 
     def _forward_fake(self, *arguments: Any) -> tuple[torch.Tensor, ...]:
         tensors, spec, name, save_extra = self.split(arguments)
-        return IMPLEMENTATIONS[name].empty_results(tensors, spec, save_extra)
+        return with_empty(tensors.query, IMPLEMENTATIONS[name].empty_results(tensors, spec, save_extra))
 
-    def _backward(self, d_out, d_lse, out, lse, softmax_stats, extra, *arguments) -> tuple[torch.Tensor, ...]:  # type: ignore[no-untyped-def]
-        tensors, spec, name, needs_grad = self.split(arguments)
-        if d_lse is not None and lse.shape[2] != d_out.shape[2]:  # zeros of torch.func for an lse that is not there
-            d_lse = None
+    def gradients(
+        self,
+        d_out: torch.Tensor,
+        d_lse: torch.Tensor | None,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+        softmax_stats: torch.Tensor | None,
+        extra: torch.Tensor | None,
+        tensors: Any,
+        spec: Any,
+        implementation: Implementation,
+        needs_grad: Sequence[bool],
+    ) -> Gradients:
+        """Compute the gradients of the first tensors of a call; None for those that are not needed or not there."""
+        if lse is None or lse.shape[2] != d_out.shape[2]:
+            d_lse = None  # zeros of torch.func for an lse that is not there
         elif d_lse is not None:  # for a query that sees nothing, merging of partial results may give NaN
-            d_lse = d_lse.masked_fill(lse == -torch.inf, 0)
-        grads = IMPLEMENTATIONS[name].backward(d_out, d_lse, (out, softmax_stats, extra), tensors, spec, needs_grad)
+            d_lse = d_lse.masked_fill(lse.isneginf(), 0)
+        return implementation.backward(d_out, d_lse, (out, softmax_stats, extra), tensors, spec, needs_grad)
+
+    def differentiate(self, *arguments: Any) -> Gradients:
+        """Compute the same by the operator."""
+        *saved, tensors, spec, implementation, needs_grad = arguments
+        grads = self.backward_op(*saved, *tensors, *spec, implementation.name, needs_grad)
+        return tuple(grad if needed else None for grad, needed in zip(grads, needs_grad, strict=True))
+
+    def _backward(self, *arguments: Any) -> tuple[torch.Tensor, ...]:
+        d_out, d_lse, out, lse, softmax_stats, extra, *call = arguments
+        tensors, spec, name, needs_grad = self.split(call)
+        grads = self.gradients(d_out, d_lse, out, lse, softmax_stats, extra, tensors, spec, IMPLEMENTATIONS[name], needs_grad)
         return tuple(d_out.new_empty(0) if grad is None else grad for grad in grads)
 
     def _backward_fake(self, d_out, d_lse, out, lse, softmax_stats, extra, *arguments) -> tuple[torch.Tensor, ...]:  # type: ignore[no-untyped-def]
@@ -117,10 +140,10 @@ class AttentionOperator:
         if d_out is None:
             query, value = tensors[0], tensors[2]
             d_out = query.new_zeros(*query.shape[:3], value.shape[3])
-        needs_grad = ctx.needs_input_grad[: self.num_grads]
-        grads = self.backward_op(d_out, d_lse, out, lse, softmax_stats, extra, *tensors, *ctx.scalars, needs_grad)
-        others = (None,) * (len(ctx.needs_input_grad) - self.num_grads)
-        return *(grad if needed else None for grad, needed in zip(grads, needs_grad, strict=True)), *others
+        needs_grad, implementation = ctx.needs_input_grad[: self.num_grads], IMPLEMENTATIONS[ctx.scalars[-1]]
+        saved, call = (d_out, d_lse, out, lse, softmax_stats, extra), (tensors, ctx.scalars[:-1], implementation, needs_grad)
+        grads = self.differentiate(*saved, *call)
+        return *grads, *(None,) * (len(ctx.needs_input_grad) - self.num_grads)
 
     def _refuse_second_derivatives(self, ctx: Any, *grads: Any) -> None:
         raise RuntimeError(
@@ -136,6 +159,15 @@ class AttentionOperator:
         """Count the operations of the backward operator."""
         tensors = self.tensors(*arguments[NUM_SAVED : NUM_SAVED + self.num_tensors])
         return sum(times * operations for operations, times in self.count(tensors))
+
+
+def with_empty(query: torch.Tensor, results: Results) -> tuple[torch.Tensor, ...]:
+    """Return the results of a forward, with tensors of no elements in place of those that are not there: operators return
+    tensors."""
+    out, lse, *others = results
+    if lse is None:
+        lse = query.new_empty((*query.shape[:2], 0), dtype=compute_dtype(query.dtype))
+    return out, lse, *(query.new_empty(0) if other is None else other for other in others)
 
 
 def is_differentiated(tensors: Iterable[torch.Tensor | None]) -> bool:

@@ -1,9 +1,10 @@
 """The public functions. A call takes this way:
 
 Arguments (_core/arguments.py)          what the user gave
-resolve (_core/validation.py)           checks it once; from here on there are tensors and scalars (_core/spec.py)
+attend (_calls.py)                      a kind of call that is known goes on at once; else it is
+resolve (_core/validation.py)           checked; from here on there are tensors and scalars (_core/spec.py)
 choose_implementation                   triton, blockwise or reference (_implementations.py)
-relative_attention (_operators.py)      one torch operator, whose derivative is another
+RelativeAttention (_calls.py)           autograd's node; where something watches, a torch operator (_operators.py)
 forward, backward                       kernels/forward.py and backward.py, or _blockwise/attention.py
 """
 
@@ -13,34 +14,14 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from . import _implementations
-from ._core import validation
+from ._calls import attend
 from ._core.arguments import Arguments, Options, OptionsVarlen
-from ._core.dropout import draw_dropout
-from ._core.dtypes import with_wide_tables
 from ._core.names import refuse_unknown
-from ._distributed.strategies import shards_positions
 from ._jagged import is_jagged, jagged, packed
-from ._operators import relative_attention
 from .positions import RelativePositions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-
-def _attend(arguments: Arguments, implementation: str | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute out (B, Hq, Nq, Dv) and lse (B, Hq, Nq), or (1, Hq, total_q, Dv) and (1, Hq, total_q) of a packed batch."""
-    tensors, spec = validation.resolve(arguments.autocast())
-    chosen = _implementations.choose_implementation(implementation, tensors.query, tensors.value, tensors.rel_query)
-    if spec.dropout_p > 0:
-        tensors = tensors._replace(**draw_dropout(tensors.query, tensors.num_sequences))
-    if type(tensors.query) is not torch.Tensor:
-        tensors = with_wide_tables(tensors)
-        if shards_positions(tensors.query):
-            from ._distributed.dtensors import attend_dtensors
-
-            return attend_dtensors(tensors, spec, chosen)
-    return relative_attention(tensors, spec, chosen, arguments.return_lse)
 
 
 @overload
@@ -217,13 +198,13 @@ def fused_relative_attention(
         enable_gqa=enable_gqa,
         return_lse=return_lse,
     )
-    if is_jagged(query):
+    if type(query) is not torch.Tensor and is_jagged(query):
         arguments = packed(arguments)
-    out, lse = _attend(arguments, implementation)
+    out, lse = attend(arguments, implementation)
     if arguments.is_packed:
         out = jagged(out[0].transpose(0, 1), query)
-        lse = jagged(lse[0].T, query) if return_lse else lse
-    return (out, lse) if return_lse else out
+        lse = jagged(lse[0].T, query) if lse is not None and return_lse else None
+    return out if lse is None or not return_lse else (out, lse)
 
 
 @overload
@@ -343,6 +324,6 @@ def fused_relative_attention_varlen(
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
     )
-    out, lse = _attend(arguments, implementation)
-    out, lse = out[0].transpose(0, 1), lse[0]
-    return (out, lse) if return_lse else out
+    out, lse = attend(arguments, implementation)
+    out = out[0].transpose(0, 1)
+    return out if lse is None or not return_lse else (out, lse[0])

@@ -9,49 +9,55 @@ import pytest
 import torch
 
 from triton_relattn.kernels.config.architectures import ARCHITECTURES, architecture_of, rounds_terms
-from triton_relattn.kernels.config.selection import COVERAGES, Kind, Row, call_kind, defaults, select
+from triton_relattn.kernels.config.selection import COVERAGES, Row, conditions, config_of, defaults, fits, tables
 from triton_relattn.kernels.config.tile_config import KERNELS, TileConfig
 
 TERM_SETS = ("none", "rel_value", "rel_p2c", "rel_query", "narrow rel_query", "rel_key and rel_bias", "rel_bias", "grid")
 ARCHS = (*ARCHITECTURES, "interpreter", "sm_70")
 CALLS = tuple(
-    (arch, Kind(kernel, precision, architecture_of(arch).unit, width, terms, coverage))
+    (arch, (kernel, precision, architecture_of(arch).unit, width, terms, coverage))
     for kernel, precision, arch, width, terms, coverage in itertools.product(
         KERNELS, ("16 bits", "ieee", "tf32"), ARCHS, ("64", "128", "256"), TERM_SETS, COVERAGES
     )
 )
+"""Architectures and the first of selection.CONDITIONS."""
 
 
 @functools.cache
-def first_row(call: Kind) -> Row:
-    """Return the row that serves a call."""
-    return next(row for row in defaults() if row.fits(call))
+def first_row(call: tuple[str, ...]) -> int:
+    """Return the number of the row that serves a call."""
+    return next(number for number, row in enumerate(defaults()) if fits(row, call))
+
+
+def select(kernel: str, arch: str, call: Row) -> TileConfig:
+    return tables(arch).select(kernel, call, with_profile=False)
 
 
 def test_calls_are_served() -> None:
     """Each call gets a valid configuration; calls without a table, and on a grid, exist only for some kernels."""
     for arch, call in CALLS:
-        config, has_table = first_row(call).config, call.coverage != "no table"
-        exists = call.term_set != "grid"
+        kernel, _, unit, _, term_set, coverage = call
+        config, has_table = config_of(defaults()[first_row(call)]), coverage != "no table"
+        exists = term_set != "grid"
         if not has_table:
-            exists = call.term_set in ("none", "grid") and call.kernel in ("forward", "dq", "dkv")
-        if exists and call.unit != "interpreter":
-            assert config.why_invalid(arch, has_table, call.kernel) is None, (arch, call, config)
+            exists = term_set in ("none", "grid") and kernel in ("forward", "dq", "dkv")
+        if exists and unit != "interpreter":
+            assert config.why_invalid(arch, has_table, kernel) is None, (arch, call, config)
             assert config.rotation == "gather" or architecture_of(arch).rotates_in_registers, (arch, config)
 
 
 def test_rows_are_reached() -> None:
     """No row is hidden by rows above it."""
     reached = {first_row(call) for _, call in CALLS}
-    assert [row for row in defaults() if row not in reached] == []
+    assert [row for number, row in enumerate(defaults()) if number not in reached] == []
 
 
 def test_first_row_wins() -> None:
     """select takes the first row that fits: specific rows stand above general ones."""
-    kind = call_kind("sm_90", torch.bfloat16, 40, "full")
-    assert select("forward", "sm_90", kind._replace(term_set="rel_value")).num_stages == 2
-    assert select("forward", "sm_90", kind).max_registers == 168
-    assert select("forward", "sm_90", kind._replace(coverage="no table")).block_m == 128
+    call = conditions("sm_90", torch.bfloat16, "highest", 40, "full")
+    assert select("forward", "sm_90", {**call, "term_set": "rel_value"}).num_stages == 2
+    assert select("forward", "sm_90", call).max_registers == 168
+    assert select("forward", "sm_90", {**call, "coverage": "no table"}).block_m == 128
 
 
 def test_rounded_terms() -> None:
@@ -66,7 +72,7 @@ def test_unknown_architectures(caplog: pytest.LogCaptureFixture) -> None:
         caplog.clear()
         for kernel in KERNELS:
             for width in (64, 128, 256):
-                config = select(kernel, arch, call_kind(arch, torch.bfloat16, width, "full"))
+                config = select(kernel, arch, conditions(arch, torch.bfloat16, "highest", width, "full"))
                 assert max(config.block_m, config.block_n) <= 64 and config.rotation == "gather"
                 assert config.why_invalid(arch, True, kernel) is None
         assert [record.getMessage() for record in caplog.records] == [

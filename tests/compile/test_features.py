@@ -15,8 +15,8 @@ from triton_relattn import RelativePositions
 from triton_relattn._core import validation
 from triton_relattn._core.arguments import Arguments
 from triton_relattn.kernels.backward import backward
-from triton_relattn.kernels.config import selection
 from triton_relattn.kernels.config.architectures import architecture_of
+from triton_relattn.kernels.config.tile_config import KERNELS, TileConfig
 from triton_relattn.kernels.forward import forward
 
 BATCH, HEADS, KEY_HEADS, QUERIES, KEYS = 3, 4, 2, 300, 400
@@ -43,7 +43,7 @@ def test_special_features_fit(target: str, width: int, precision: str, monkeypat
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     for name in ("shaw", "own_query", "everything"):
         tensors, spec = everything(dtype, width - 8, "clamp", False) if name == "everything" else call(name, dtype, width)
-        tensors = tensors._replace(rel_p2c=None)  # with rel_value it gets a smaller tile, see selection.until_it_fits
+        tensors = tensors._replace(rel_p2c=None)  # with rel_value it gets a smaller tile, see selection.take_smaller
         with recorded_launches(target) as recorded:
             out, lse, softmax_stats, _ = forward(tensors, spec)
             if target == "sm_86" and precision == "bf16":
@@ -127,7 +127,7 @@ def everything(dtype: torch.dtype, width: int, outside: Any, packed: bool) -> tu
 def test_everything_at_once_compiles_and_fits(target: str, outside: str, packed: bool) -> None:
     """All kernels of a call with all features, with the smallest tiles."""
     tensors, spec = everything(torch.bfloat16, 40, outside, packed)
-    tiles = dict.fromkeys(selection.KERNELS, selection.TileConfig(16, 16, 4, 1))
+    tiles = dict.fromkeys(KERNELS, TileConfig(16, 16, 4, 1))
     with recorded_launches(target) as recorded:
         out, lse, softmax_stats, _ = forward(tensors, spec, tiles["forward"])
         backward(out, lse, out, softmax_stats, tensors, spec, tiles=tiles)

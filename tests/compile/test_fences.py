@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,17 +13,14 @@ from tools.absent_gpu import Launch
 from tools.emulator import small_kernels as small
 from triton_relattn import _implementations as implementations
 from triton_relattn import fused_relative_attention, testing
-from triton_relattn.kernels import call, fences
+from triton_relattn.kernels import fences
 
 
 @pytest.fixture(autouse=True)
-def an_older_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def an_older_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat the installed Triton as one that omits fences."""
     monkeypatch.setattr(fences, "LACKS_FENCES", True)
     monkeypatch.setattr(implementations, "choose_implementation", lambda *_: implementations.TRITON)
-    call.call_constants.cache_clear()  # and its compiled kernels
-    yield
-    call.call_constants.cache_clear()
 
 
 def launches_for(target: str) -> list[Launch]:
@@ -49,7 +45,6 @@ def test_every_product_on_hopper_has_a_fence(monkeypatch: pytest.MonkeyPatch) ->
     assert {name for name, instructions in before.items() if instructions} == {"forward", "dkv", "stored_dq", "dtable", "dq"}
     assert {instruction for instructions in before.values() for instruction in instructions} == {"fence.proxy.async.shared::cta;"}
     monkeypatch.setattr(fences, "LACKS_FENCES", False)
-    call.call_constants.cache_clear()
     assert not {launch.kernel.hash for launch in launches} & {launch.kernel.hash for launch in launches_for("sm_90")}
 
 
@@ -58,14 +53,14 @@ def test_kernels_of_others_and_other_gpus_are_left_alone() -> None:
     q = torch.zeros(64, 64, dtype=torch.bfloat16)
     with recorded_launches("sm_90") as launches:
         small.attention[(1,)](q, q, q, q, 64, D=64, BLOCK_M=64, BLOCK_N=64, num_stages=2)
-        assert fences.compile_options(small.attention) == {"ptx_options": fences.MARK}
+        assert fences.ptx_options() == fences.MARK
     assert launches[0].kernel.metadata.ptx_options is None
     for target in ("sm_80", "sm_100", "gfx942"):
         with recorded_launches(target):
-            assert fences.compile_options(small.attention) == {}
+            assert fences.ptx_options() is None
 
 
 def test_options_of_the_user_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(knobs.nvidia, "ptxas_options", "--verbose")
     with recorded_launches("sm_90"):
-        assert fences.compile_options(small.attention) == {"ptx_options": f"--verbose {fences.MARK}"}
+        assert fences.ptx_options() == f"--verbose {fences.MARK}"

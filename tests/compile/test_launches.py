@@ -36,9 +36,9 @@ TARGETS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 CALLS = 320
 TABLES = ("rel_key", "rel_value", "rel_bias", "rel_p2c")
 POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.bool: "*u1"}
-BUFFERS = {"lses", "softmax_stats", "d_lses", "deltas", "far_keys", "far_scores", "far_values", "far_sums", "far_probs"}
-BUFFERS |= {"far_key_sums", "table_parts"}
+BUFFERS = {"lses", "softmax_stats", "d_lses", "deltas", "far_keys", "far_scores", "far_values", "table_parts"}
 BUFFERS |= {"parts", "part_statistics"}
+BUFFERS |= {"end_rows", "end_rel_key", "end_rel_bias", "end_rel_value"}
 WORKSPACE = {"ds", "stored_probs", "stored"}
 PARTIAL_SUMS = {"d_rows", "d_biases", "d_rel_p2c"}
 
@@ -224,6 +224,9 @@ def is_sum(launch: Recorded) -> bool:
 def check_arguments(call: Call, launch: Recorded) -> None:
     """Assert dtypes, strides and constants as the kernel expects them, and 64-bit offsets where 32 bits overflow."""
     dtype = call.dtype
+    if launch.name == "table_gradient":
+        check_table_gradient(launch)
+        return
     has_tile = launch.name != "merge"
     blocks = max(launch["TILE"].block_m, launch["TILE"].block_n) if has_tile else launch["BLOCK_M"]
     step, query_tensors = 1, ("vectors", "d_queries", "d_rel_queries")
@@ -243,7 +246,7 @@ def check_arguments(call: Call, launch: Recorded) -> None:
             assert tensor.is_contiguous(), name
             is_gradient = name in PARTIAL_SUMS and tensor.shape[0] == 1 and not launch["ADDS"]
             assert tensor.dtype == torch.float32 or (is_gradient and tensor.dtype == dtype), name
-        elif name == "outs" and launch.name == "forward" and len(launch.grid) == 2:
+        elif name == "outs" and launch.name == "forward" and launch["SPLITS_KEYS"]:
             assert tensor.dtype == torch.float32  # of parts of the keys
         elif name in ("d_queries", "d_rel_queries") and launch.name == "stored_dq" and is_sum(launch):
             assert tensor.dtype == torch.float32
@@ -269,6 +272,19 @@ def check_arguments(call: Call, launch: Recorded) -> None:
     assert {type(value) for value in launch.constants} <= constants, launch.constants
 
 
+def check_table_gradient(launch: Recorded) -> None:
+    """Assert that terms of the sums lie in their tensors, and that the grid has a program for each element."""
+    gradients, (size,) = launch["gradients"]
+    heads = gradients.numel() // size
+    assert size == launch["num_rows"] * launch["WIDTH"] and launch.grid[0] == heads * -(-size // launch["BLOCK"])
+    padded = size + 2 * launch["margin"] * launch["WIDTH"]
+    for name, count, length in (("parts", "num_parts", padded), ("ends", "num_ends", 2 * launch["WIDTH"])):
+        if launch[name] is not None:
+            tensor, (step, of_head) = launch[name]
+            assert tensor.is_contiguous() and tensor.dtype == torch.float32 and min(step, of_head or step) == length
+            assert (launch[count] - 1) * step + (heads - 1) * of_head + length == tensor.numel()
+
+
 def check(target: str, call: Call) -> list[Recorded]:
     """Check and return the launches of a call."""
     launches = call.launches(target)
@@ -276,7 +292,7 @@ def check(target: str, call: Call) -> list[Recorded]:
     for launch in launches:
         check_grid(target, launch)
         check_arguments(call, launch)
-        if launch.name != "merge":
+        if launch.name not in ("merge", "table_gradient"):
             has_table = any(name in call.tensors for name in TABLES)
             assert launch.tile.why_invalid(target, has_table, launch.name) is None, (target, launch.tile)
     return launches

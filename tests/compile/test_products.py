@@ -15,8 +15,8 @@ from triton.backends.nvidia.compiler import get_ptxas
 from bench.cases.features import FEATURES, GRIDS
 from bench.compile import KernelCase
 from bench.compiled import compiled
-from triton_relattn.kernels.call import Call
-from triton_relattn.kernels.config.selection import KERNELS
+from triton_relattn.kernels.call import call_of
+from triton_relattn.kernels.config.tile_config import KERNELS
 
 SERIALISED = {f"C75{number}" for number in range(10, 19)} - {"C7517"}
 """Warnings that all products of a kernel wait for each other; C7517 is about one of them."""
@@ -45,7 +45,7 @@ def kind(case: KernelCase) -> tuple[Any, ...]:
     """Kernels of one kind have the same configuration and loops."""
     if case.kernel in ("dtable", "dp2c"):
         return case.kernel, case.head_dim, case.config
-    coverage = "grid" if case.features in GRIDS else Call(*case.call, arch=case.target).coverage
+    coverage = "grid" if case.features in GRIDS else call_of(*case.call, case.target).coverage
     return case.kernel, case.head_dim, case.config, coverage
 
 

@@ -13,16 +13,16 @@ import torch
 
 from triton_relattn._core import validation
 from triton_relattn._core.arguments import Arguments
-from triton_relattn.kernels.call import Call
+from triton_relattn.kernels.call import call_of
 from triton_relattn.kernels.config import selection
-from triton_relattn.kernels.config.selection import Kind, Row
+from triton_relattn.kernels.config.selection import CONDITIONS, Row, row_of
 from triton_relattn.kernels.config.tile_config import KERNELS, TileConfig
 from triton_relattn.kernels.tuning import save
 
 ARCH = "sm_90"
 CONFIG, OTHER = TileConfig(32, 32, 8, 3, "scores", max_registers=128), TileConfig(16, 16, 2, 1, None)
-KIND = Kind("forward", "16 bits", "wgmma", "64", "none", "no table", "bfloat16", "False", "512")
-ROW = Row(KIND, CONFIG, 0.5, 1.0)
+KIND = dict(zip(CONDITIONS, ("forward", "16 bits", "wgmma", "64", "none", "no table", "bfloat16", "False", "512"), strict=True))
+ROW = row_of(KIND, CONFIG, 0.5, 1.0)
 HEADER = (
     "kernel,precision,unit,width,term_set,coverage,dtype,is_causal,length,"
     "block_m,block_n,num_warps,num_stages,carry,rotation,max_registers,milliseconds,default_milliseconds\n"
@@ -47,8 +47,10 @@ def profile() -> Path:
 
 
 def select(length: int | None = 100, kernel: str = "forward", **changes: str) -> TileConfig:
-    """Return the configuration of calls of ROW's kind, or of another."""
-    return selection.select(kernel, ARCH, KIND._replace(**changes), length)
+    """Return the configuration of calls of ROW's kind, or of another. length, None: without a profile."""
+    call = {**KIND, "length": str(selection.length_bucket(length or 0)), **changes}
+    del call["kernel"]
+    return selection.tables(ARCH).select(kernel, call, length is not None)
 
 
 def load_quietly(path: Path) -> list[Row]:
@@ -59,11 +61,11 @@ def load_quietly(path: Path) -> list[Row]:
 
 def test_a_file_is_read_and_written(tmp_path: Path) -> None:
     """A new row is written above others, and replaces one of the same kind."""
-    path, general = tmp_path / "folder" / "of" / "profile.csv", Row(Kind(), OTHER)
+    path, general = tmp_path / "folder" / "of" / "profile.csv", row_of({}, OTHER)
     assert load_quietly(path) == []
     save(path, ARCH, ROW, "device: a GPU")
     assert path.read_text() == f"# device: a GPU\n{HEADER}{LINE}" and load_quietly(path) == [ROW]
-    save(path, ARCH, ROW._replace(config=OTHER), "yesterday")
+    save(path, ARCH, row_of(KIND, OTHER), "yesterday")
     save(path, ARCH, general, "yesterday")
     save(path, ARCH, ROW, "date: today")
     assert load_quietly(path) == [ROW, general] and path.read_text().startswith("# date: today\nkernel,")
@@ -92,23 +94,23 @@ def test_the_first_row_that_fits_wins() -> None:
     assert select(kernel="dq", width="128") == select(None, "dq", width="128")  # none fits
 
 
-def test_kinds_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kinds have padded widths, and distinguish float32 from TF32 and float16 from bfloat16."""
-    assert selection.call_kind(ARCH, torch.bfloat16, 40) == KIND._replace(kernel="", length="")
-    assert selection.call_kind(ARCH, torch.float16, 40) == KIND._replace(kernel="", length="", dtype="float16")
+def test_conditions_of_calls() -> None:
+    """They have padded widths, and distinguish float32 from TF32 and float16 from bfloat16."""
+    call = {name: value for name, value in KIND.items() if name != "kernel"}
+    assert selection.conditions(ARCH, torch.bfloat16, "highest", 40) == call
+    assert selection.conditions(ARCH, torch.float16, "high", 40, length=513) == {**call, "dtype": "float16", "length": "2048"}
     for precision, name in (("highest", "ieee"), ("high", "tf32")):
-        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda precision=precision: precision)
-        kind = selection.call_kind(ARCH, torch.float32, 80, "zero", True, "rel_bias")
-        assert kind == Kind("", name, "wgmma", "128", "rel_bias", "zero", "float32", "True")
+        found = selection.conditions(ARCH, torch.float32, precision, 80, "zero", True, "rel_bias", 40_000)
+        assert list(found.values()) == [name, "wgmma", "128", "rel_bias", "zero", "float32", "True", "32768"]
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(100, 600), (600, 100)])
 def test_a_call_is_served_by_its_longest_sequence(queries: int, keys: int) -> None:
     query, key = torch.empty(1, 2, queries, 64, dtype=torch.bfloat16), torch.empty(1, 2, keys, 64, dtype=torch.bfloat16)
     resolved = validation.resolve(Arguments(query, key, key, torch.empty(33, 64, dtype=torch.bfloat16), scale=0.1))
-    for row in (Row(Kind(length="2048"), CONFIG), Row(Kind(length="512"), OTHER)):
+    for row in (row_of({"length": "2048"}, CONFIG), row_of({"length": "512"}, OTHER)):
         save(profile(), ARCH, row, "")
-    assert {Call(*resolved, arch=ARCH).tile(kernel) for kernel in KERNELS} == {CONFIG}
+    assert {call_of(*resolved, ARCH).tile(kernel) for kernel in KERNELS} == {CONFIG}
 
 
 def changed(old: str, new: str) -> bytes:
@@ -221,7 +223,7 @@ def test_a_failed_save_changes_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     before, files = path.read_bytes(), set(tmp_path.iterdir())
     monkeypatch.setattr(os, "replace", fails)
     with pytest.raises(OSError, match="no space left"):
-        save(path, ARCH, ROW._replace(config=OTHER), "")
+        save(path, ARCH, row_of(KIND, OTHER), "")
     assert path.read_bytes() == before and set(tmp_path.iterdir()) == files
 
 
@@ -237,5 +239,5 @@ def test_a_failed_save_changes_nothing(tmp_path: Path, monkeypatch: pytest.Monke
 def test_what_no_gpu_can_serve_is_not_saved(arch: str, config: TileConfig, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "profile.csv"
     with pytest.raises(ValueError, match=reason):
-        save(path, arch, Row(Kind(kernel="forward", coverage="no table"), config), "")
+        save(path, arch, row_of({"kernel": "forward", "coverage": "no table"}, config), "")
     assert not path.exists()

@@ -15,8 +15,9 @@ from tests.check import Way
 from tests.samples import Sample
 from tools.emulator.device import Emulated, emulated
 from triton_relattn import _implementations
-from triton_relattn.kernels.config import selection
-from triton_relattn.kernels.config.selection import TileConfig
+from triton_relattn.kernels import plan
+from triton_relattn.kernels.config.selection import Tables
+from triton_relattn.kernels.config.tile_config import TileConfig
 
 
 @dataclass(frozen=True)
@@ -57,14 +58,15 @@ class Emulator(Way):
         Raises:
             AssertionError: at the end, if there are findings.
         """
-        select, precision = selection.select, torch.get_float32_matmul_precision()
+        select, precision = Tables.select, torch.get_float32_matmul_precision()
 
-        def selected(kernel: str, *call: Any, **others: Any) -> TileConfig:
-            return self.tiles.get(kernel) or select(kernel, *call, **others)
+        def selected(tables: Tables, kernel: str, *call: Any) -> TileConfig:
+            return self.tiles.get(kernel) or select(tables, kernel, *call)
 
         with pytest.MonkeyPatch.context() as patch, selected_for(self.target), emulated(self.target, self.seed) as launches:
             patch.setattr(_implementations, "choose_implementation", lambda *_: _implementations.TRITON)
-            patch.setattr(selection, "select", selected)
+            patch.setattr(plan, "_plans", {})
+            patch.setattr(Tables, "select", selected)
             torch.set_float32_matmul_precision("high" if self.is_tf32 else "highest")
             try:
                 yield

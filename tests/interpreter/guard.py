@@ -178,7 +178,7 @@ def recorded() -> Iterator[list[Launch]]:
     run = function.run
 
     def recorded_run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        named = [*zip(self.arg_names, args, strict=False), *flat(kwargs).items()]
+        named = flat(dict(zip(self.arg_names, args, strict=False)) | kwargs).items()
         launches.append(Launch(self.fn.__name__, [(name, tensor) for name, argument in named for tensor in tensors_in(argument)]))
         return run(self, *args, **kwargs)
 

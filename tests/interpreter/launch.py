@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from triton.runtime import interpreter
 
 from tests.expected import assert_table_gradient, exact_results, table_gradient_budget
 from tests.tolerance import assert_at_most, assert_gradients_close_fp32
@@ -19,7 +21,7 @@ from triton_relattn._core.dropout import keep_mask
 from triton_relattn._core.dtypes import keeps_residual
 from triton_relattn._core.spec import DIFFERENTIABLE, TABLES, AttentionSpec, AttentionTensors
 from triton_relattn._reference import reference_attention
-from triton_relattn.kernels import call as launch_call
+from triton_relattn.kernels import plan
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.config import architectures, selection
 from triton_relattn.kernels.config.tile_config import TileConfig
@@ -109,18 +111,34 @@ def all_gradients(
 
 def selectable(kernel: str) -> list[TileConfig]:
     """A kernel's default configurations, without what the interpreter ignores: stages, registers and, with gather, warps."""
-    rows = (row for row in selection.defaults() if row.kind.kernel in ("", kernel) and row.kind.term_set != "grid")
+    rows = (row for row in selection.defaults() if row["kernel"] in ("", kernel) and row["term_set"] != "grid")
     found = set()
-    for row in rows:
-        warps = 4 if row.config.rotation == "gather" else row.config.num_warps
-        found.add(dataclasses.replace(row.config, num_warps=warps, num_stages=1, max_registers=None))
+    for config in map(selection.config_of, rows):
+        warps = 4 if config.rotation == "gather" else config.num_warps
+        found.add(dataclasses.replace(config, num_warps=warps, num_stages=1, max_registers=None))
     return sorted(found, key=str)
 
 
+@contextmanager
+def launches_seen_by(see: Callable[[str, dict[str, Any]], None]) -> Iterator[None]:
+    """Call a function with the name of each launched kernel, without "_kernel", and its arguments, which it may change."""
+    function = interpreter.InterpretedFunction
+    run = function.run
+
+    def seen(self: Any, *args: Any, **options: Any) -> Any:
+        named = dict(zip(self.arg_names, args, strict=False))
+        see(self.fn.__name__.removesuffix("_kernel"), named)
+        return run(self, *named.values(), **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(function, "run", seen)
+        yield
+
+
 def round_terms(monkeypatch: pytest.MonkeyPatch, rounded: bool) -> None:
-    """Let the kernels round terms to float16, or not, for all dtypes; cached decisions are dropped."""
+    """Let the kernels round terms to float16, or not, for all dtypes; plans are made anew."""
     monkeypatch.setattr(architectures, "rounds_terms", lambda *_: rounded)
-    monkeypatch.setattr(launch_call, "call_constants", launch_call.call_constants.__wrapped__)
+    monkeypatch.setattr(plan, "_plans", {})
 
 
 def has_wide_index(tensor: torch.Tensor) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
 import re
 import sys
@@ -33,8 +32,8 @@ from tests.interpreter.launch import GRADIENTS, all_gradients, check_all, check_
 from tests.tolerance import assert_gradients_close_fp32, assert_near
 from triton_relattn import RelativePositions, fused_relative_attention_varlen
 from triton_relattn._core.spec import TABLES
+from triton_relattn.kernels import plan, table_gradient
 from triton_relattn.kernels.call import Common, Dropout, Scaling, Sequences
-from triton_relattn.kernels.workspace import planning, table_sums
 from triton_relattn.kernels.workspace.stored import table_share
 from triton_relattn.testing import Inputs, make_inputs
 
@@ -197,7 +196,8 @@ def test_programs_that_share_rows(per_head: bool, kind: str, monkeypatch: pytest
     positions, found = POSITIONS[kind], []
     inputs = make_inputs(2, 2, 33, 30, 16, num_rows=positions.num_rows, per_head=per_head, dtype=torch.float32, seed=8)
     for splits in (1, 2, 5):
-        monkeypatch.setattr(table_sums, "table_splits", lambda *_, splits=splits: splits)
+        monkeypatch.setattr(table_gradient, "table_splits", lambda *_, splits=splits: splits)
+        plan._plans.clear()
         found.append(check_forward_backward(inputs, TILES["twice"], positions=positions)["d_rel_key"])
     assert any(not torch.equal(other, found[0]) for other in found[1:])  # the number of programs changed
 
@@ -271,6 +271,7 @@ def test_only_needed_kernels_run(kind: str, guarded_kernels: list[Launch], monke
     inputs, arguments = named_call("every_table", kind)
     monkeypatch.setenv(VARIABLE, workspace_limit("heads", inputs, arguments, TILES["twice"]))
     far, far_keys = (["dq"], ["far_keys"]) if kind == "clamp" else ([], [])
+    far, total = [*far, "table_gradient"], ["table_gradient"]
     for wanted, parts, kernels, last in (
         (("d_key", "d_value"), 1, ["dkv"], []),
         (("d_query",), 1, ["dkv"], ["dq"]),
@@ -278,8 +279,8 @@ def test_only_needed_kernels_run(kind: str, guarded_kernels: list[Launch], monke
         (("d_rel_key",), 2, ["dkv", "dtable"], far),
         (("d_rel_bias",), 2, ["dkv", "dtable"], far),
         (("d_rel_value",), 2, ["dkv", "dtable"], far),
-        (("d_rel_p2c",), 2, ["dkv", "dp2c"], []),
-        (GRADIENTS, 2, ["dkv", "stored_dq", "dtable", "dtable", "dp2c"], ["dq"]),
+        (("d_rel_p2c",), 2, ["dkv", "dp2c"], total),
+        (GRADIENTS, 2, ["dkv", "stored_dq", "dtable", "dtable", "dp2c"], ["dq", *4 * total]),
     ):
         guarded_kernels.clear()
         all_gradients(inputs, TILES["twice"], wanted, **arguments)
@@ -322,21 +323,20 @@ def test_invalid_limits(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Memory:
-    """A limit in bytes for workspaces: new_empty of planning.py raises OutOfMemoryError beyond it."""
+    """A limit in bytes for workspaces: a plan's scratch memory with a larger one raises OutOfMemoryError."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
         self.room, self.used = room, 0
-        self.new_empty = torch.Tensor.new_empty
-        monkeypatch.setattr(torch.Tensor, "new_empty", lambda tensor, *sizes, **options: self.create(tensor, *sizes, **options))
+        self.empty = torch.empty
+        monkeypatch.setattr(torch, "empty", self.create)
 
-    def create(self, tensor: torch.Tensor, *sizes: Any, **options: Any) -> torch.Tensor:
-        is_workspace = sys._getframe(2).f_globals["__name__"] == planning.__name__
-        count = math.prod(*sizes) * tensor.element_size() if is_workspace else 0
+    def create(self, *sizes: Any, **options: Any) -> torch.Tensor:
+        caller = sys._getframe(1)
+        is_scratch = caller.f_globals["__name__"] == plan.__name__
+        count = caller.f_locals["self"].workspace_bytes if is_scratch else 0
         if self.used + count > self.room:
             raise torch.OutOfMemoryError(f"tried to allocate {count} bytes")
-        created = self.new_empty(tensor, *sizes, **options)
-        if created.is_floating_point():
-            created.fill_(math.nan)
+        created = self.empty(*sizes, **options)
         self.used += count
         weakref.finalize(created, self.free, count)
         return created

@@ -13,12 +13,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.expected import assert_table_gradient, exact_results
 from tests.interpreter import launch
-from tests.interpreter.launch import SMALL, all_gradients, check_forward_backward, resolve
+from tests.interpreter.launch import SMALL, all_gradients, check_forward_backward, launches_seen_by, resolve
 from tests.tolerance import assert_at_most
 from triton_relattn import RelativePositions, fused_relative_attention
 from triton_relattn._reference import reference_attention
 from triton_relattn.kernels.backward import backward
-from triton_relattn.kernels.call import Call
 from triton_relattn.kernels.delta import RESIDUAL_SCALE
 from triton_relattn.kernels.forward import forward
 from triton_relattn.testing import make_inputs
@@ -27,19 +26,16 @@ from triton_relattn.testing import make_inputs
 @contextmanager
 def launched_deltas(replaced: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Iterator[list[torch.Tensor]]:
     """Record the deltas passed to dkv kernels; replaced: a function that changes them."""
-    deltas, launch = list[torch.Tensor](), Call.launch
+    deltas = list[torch.Tensor]()
 
-    def launch_with(call: Call, name: str, *others: Any, **arguments: Any) -> None:
+    def note(name: str, arguments: dict[str, Any]) -> None:
         if name == "dkv":
-            per_query = arguments["per_query"]
-            delta, strides = per_query.deltas
+            delta, strides = arguments["per_query"].deltas
             deltas.append(delta)
             if replaced is not None:
-                arguments["per_query"] = per_query._replace(deltas=(replaced(delta), strides))
-        launch(call, name, *others, **arguments)
+                arguments["per_query"] = arguments["per_query"]._replace(deltas=(replaced(delta), strides))
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Call, "launch", launch_with)
+    with launches_seen_by(note):
         yield deltas
 
 

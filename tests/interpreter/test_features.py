@@ -140,7 +140,7 @@ def test_windows_skip_tiles(kind: str | None) -> None:
         "forward",
         "delta",
         "dkv",
-        *{None: ["dq"], "full": ["stored_dq", "dtable"]}.get(kind, ["dq", "stored_dq", "dtable"]),
+        *{None: ["dq"], "full": ["stored_dq", "dtable"]}.get(kind, ["dq", "stored_dq", "dtable", "table_gradient"]),
     }
     assert set(short) == {f"{kernel}_kernel" for kernel in kernels}
     for kernel in set(short) - {"delta_kernel"}:  # which reads no keys

@@ -11,8 +11,8 @@ from triton.runtime.errors import OutOfResources
 
 from tests.interpreter.launch import check_forward_backward
 from triton_relattn import RelativePositions
-from triton_relattn.kernels.call import Call
 from triton_relattn.kernels.config import selection
+from triton_relattn.kernels.plan import DoesNotFit, Plan
 from triton_relattn.testing import make_inputs
 
 CLAMP, ZERO = RelativePositions(-4, 6), RelativePositions(-4, 6, "zero")
@@ -22,30 +22,31 @@ CLAMP, ZERO = RelativePositions(-4, 6), RelativePositions(-4, 6, "zero")
 def largest(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     """The largest block_m that each kernel can be launched with; larger ones raise OutOfResources as on a GPU."""
     limits = {"forward": 32, "stored_dq": 16, "dq": 32, "dkv": 32, "dtable": 16}
-    launch = Call.launch
+    launch = Plan.launch
 
-    def refuse(call: Call, name: str, kernel: Any, config: Any, *others: Any, **options: Any) -> None:
-        if config.block_m > limits.get(name, config.block_m):  # the delta kernel's is fixed
-            selection.take_smaller(name, call.arch, call.kind, call.selected[name], OutOfResources(99, 1, "shared memory"))
-        launch(call, name, kernel, config, *others, **options)
+    def refuse(plan: Plan, name: str, kernel: Any, config: Any, *others: Any) -> None:
+        if config is not None and config.block_m > limits.get(name, config.block_m):  # the delta kernel's is fixed
+            selection.take_smaller(name, "interpreter", plan.selected[name], OutOfResources(99, 1, "shared memory"))
+            raise DoesNotFit
+        launch(plan, name, kernel, config, *others)
 
-    monkeypatch.setattr(Call, "launch", refuse)
-    selection._smaller.clear()
+    monkeypatch.setattr(Plan, "launch", refuse)
+    selection.forget()
     yield limits
-    selection._smaller.clear()
+    selection.forget()
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("positions", [CLAMP, ZERO], ids=["clamp", "zero"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_results_in_smaller_configurations(dtype: torch.dtype, positions: RelativePositions, largest: dict[str, int]) -> None:
-    """All terms; in float16 also a large ratio of scales. A launcher that starts over drops the first attempt's results."""
+    """All terms; in float16 also a large ratio of scales. A plan that is made again has nothing of the first attempt."""
     options: dict[str, Any] = {"rel_value": True, "rel_bias": True} if dtype == torch.float32 else {}
     inputs = make_inputs(2, 2, 70, 83, 16, num_rows=11, dtype=dtype, seed=1, **options)
     arguments: dict[str, Any] = {"positions": positions, "key_lengths": torch.tensor([83, 40]), "is_causal": True}
     arguments |= {"query_offset": 13} | ({} if dtype == torch.float32 else {"scale": 0.02, "rel_scale": 0.25})
     with pytest.warns(RuntimeWarning, match="does not fit this GPU"):
         check_forward_backward(inputs, None, **arguments)
-    replaced = {kind.kernel for _, kind, _ in selection._smaller}
+    replaced = {kernel for kernel, *_ in selection.tables("interpreter").smaller}
     # With few queries, kernels that read dS may have smaller tiles than their configurations; see backward.shortened.
     assert replaced | {"stored_dq", "dtable"} == set(largest)

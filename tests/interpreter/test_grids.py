@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from tests.interpreter.guard import Order, guarded, in_poisoned_storage, programs_in_order
+from tests.interpreter.launch import launches_seen_by
 from tests.tolerance import assert_at_most, assert_gradients_close_fp32, assert_near, dtype_tolerance
 from triton_relattn import append_decomposed_positions, decomposed_relative_attention
 from triton_relattn._core.dropout import whole_origins
 from triton_relattn._core.grids import GridTensors
-from triton_relattn.kernels.config import selection
+from triton_relattn.kernels.config.selection import Tables
 from triton_relattn.kernels.config.tile_config import TileConfig
 from triton_relattn.kernels.grid.backward import backward
-from triton_relattn.kernels.grid.call import GridCall
 from triton_relattn.kernels.grid.forward import forward
 from triton_relattn.testing import assert_within_budget
 
@@ -126,7 +126,7 @@ def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Til
     """The configuration of all kernels."""
     config = TILES[request.param]
     if config is not None:
-        monkeypatch.setattr(selection, "select", lambda *_: config)
+        monkeypatch.setattr(Tables, "select", lambda *_: config)
     return config
 
 
@@ -165,18 +165,17 @@ def test_table_gradients_in_float16(name: str, sharp: int) -> None:
         assert_at_most("table", (actual.double() - exact).abs().max(), 1.5 * unavoidable)
 
 
-def test_delta_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_delta_is_exact() -> None:
     """The dkv kernel gets sums of P dP in float32's precision, which sums with the rounded out do not have."""
-    case, stored, launch = CASES["class tokens and strips"], [], GridCall.launch
+    case, stored = CASES["class tokens and strips"], []
 
-    def launch_and_note(call: GridCall, name: str, *others: Any, **arguments: Any) -> None:
-        if name == "dkv":
+    def note(name: str, arguments: dict[str, Any]) -> None:
+        if name == "grid_dkv":
             stored.append(arguments["per_query"].deltas[0].double())
-        launch(call, name, *others, **arguments)
 
-    monkeypatch.setattr(GridCall, "launch", launch_and_note)
     given = tensors(case, torch.float16)
-    out, *_ = results(case, given)
+    with launches_seen_by(note):
+        out, *_ = results(case, given)
     probs, d_probs, _, _ = dense_backward(case, given)
     delta = (probs * d_probs).sum(-1)
     # The relative error of P = exp(logit - lse) is that of the rounding of both: two units of float32 at the magnitude of the
@@ -245,7 +244,7 @@ def test_some_gradients(wanted: list[int]) -> None:
 def test_the_same_is_dropped_in_other_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward with different tiles agree with the reference's dropout, which depends on query and key only."""
     chosen = {"forward": TileConfig(16, 32, 4, 1), "dq": TileConfig(32, 16, 4, 1), "dkv": TileConfig(16, 64, 4, 1)}
-    monkeypatch.setattr(selection, "select", lambda kernel, *_: chosen[kernel])
+    monkeypatch.setattr(Tables, "select", lambda _, kernel, *__: chosen[kernel])
     case = Case((5, 20), prefix=3, others={"dropout_p": 0.5})
     given = tensors(case)
     ours = check(case, given)

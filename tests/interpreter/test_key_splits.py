@@ -11,21 +11,23 @@ from tests.interpreter.calls import packed_call
 from tests.interpreter.launch import SMALL, check, check_forward_backward, resolve
 from tests.tolerance import assert_near
 from triton_relattn import RelativePositions
+from triton_relattn.kernels import plan
 from triton_relattn.kernels import splits as key_splits
 from triton_relattn.kernels.config import architectures
 from triton_relattn.kernels.forward import forward
+from triton_relattn.kernels.plan import Slot
 from triton_relattn.testing import Inputs, make_inputs
 
 
 @pytest.fixture(autouse=True)
 def splits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Split keys in short calls: many multiprocessors, and 16 keys per program. Returns the numbers of splits of launches."""
+    """Split keys in short calls: many multiprocessors, and 16 keys per program. Returns the numbers of splits of plans."""
     monkeypatch.setattr(key_splits, "LEAST_KEYS", 16)
     monkeypatch.setattr(architectures, "multiprocessors", lambda _: 40)
     numbers: list[int] = []
     original = key_splits.launch_merge
 
-    def recorded(call: Any, parts: torch.Tensor, softmax_stats: torch.Tensor, out: torch.Tensor, *others: torch.Tensor) -> None:
+    def recorded(call: Any, parts: Slot, softmax_stats: Slot, out: Slot, *others: Slot) -> None:
         numbers.append(parts.shape[1] // out.shape[1])
         original(call, parts, softmax_stats, out, *others)
 
@@ -75,10 +77,11 @@ def test_repeats(splits: list[int]) -> None:
     inputs = decoded(num_rows=51)
     tensors, spec = resolve(inputs, query_offset=199)
     first, second = (forward(tensors, spec, SMALL["forward"]) for _ in range(2))
-    assert all(torch.equal(one, other) for one, other in zip(first[:3], second[:3], strict=True)) and splits == [10, 10]
+    assert all(torch.equal(one, other) for one, other in zip(first[:3], second[:3], strict=True)) and splits == [10]
     key_splits.LEAST_KEYS = 1000
+    plan._plans.clear()
     whole = forward(tensors, spec, SMALL["forward"])
-    assert len(splits) == 2
+    assert len(splits) == 1
     assert torch.equal(whole[2][:, :, 0], first[2][:, :, 0])
     for name, one, other in zip(("out", "lse", "statistics"), first[:3], whole[:3], strict=True):
         assert_near(name, one, other)

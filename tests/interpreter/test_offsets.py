@@ -23,8 +23,8 @@ from triton_relattn._core import validation
 from triton_relattn._core.arguments import Arguments
 from triton_relattn._core.spec import DIFFERENTIABLE
 from triton_relattn.kernels.backward import backward
-from triton_relattn.kernels.config import architectures, selection
-from triton_relattn.kernels.config.tile_config import TileConfig
+from triton_relattn.kernels.config import architectures
+from triton_relattn.kernels.config.tile_config import KERNELS, TileConfig
 from triton_relattn.kernels.forward import forward
 from triton_relattn.testing import make_inputs
 
@@ -44,8 +44,12 @@ def far_apart(tensor: torch.Tensor, dim: int, stride: int) -> torch.Tensor:
 TABLES = {"rel_key", "rel_value", "rel_bias", "rel_p2c"}
 VECTORS = {"lses", "d_lses", "deltas", "d_biases"}
 """One value for each row; rows are always adjacent."""
-PAIRS = {"softmax_stats", "far_scores", "far_values", "far_sums", "far_probs", "far_keys", "far_key_sums"}
+PAIRS = {"softmax_stats", "far_scores", "far_values", "far_keys"}
 """Two values for each row."""
+BLOCKS = {"end_rows", "end_rel_key", "end_rel_bias", "end_rel_value"}
+"""Two rows for each block of rows of a head and sequence."""
+SUMS = {"parts", "ends", "gradients"}
+"""Of the table_gradient kernel: contiguous."""
 WORKSPACE = {"ds", "stored_probs", "stored"}
 """dS and P: contiguous, and within a sequence and head addressed in 32 bits."""
 PER_ROW = {
@@ -78,13 +82,13 @@ class Spread(NamedTuple):
     """Whether offsets within a tile are that large; launchers must say so."""
 
 
-ENTRIES = Spread(0, TABLES | WORKSPACE)
-HEADS = Spread(1, set())
-ROWS = Spread(2, VECTORS | WORKSPACE | {"rel_bias"}, wide=True)
-SEQUENCES = Spread(2, VECTORS | PAIRS | WORKSPACE | {"rel_bias"}, last=4, wide=True)
-TILES = Spread(2, VECTORS | PAIRS | WORKSPACE | {"rel_bias"}, last=32)
-TABLE = Spread(2, PER_ROW | VECTORS | PAIRS | WORKSPACE | {"rel_bias"}, last=60)
-COLUMNS = Spread(3, VECTORS | PAIRS | WORKSPACE | {"rel_bias"}, wide=True)
+ENTRIES = Spread(0, TABLES | WORKSPACE | SUMS)
+HEADS = Spread(1, SUMS)
+ROWS = Spread(2, VECTORS | WORKSPACE | BLOCKS | SUMS | {"rel_bias"}, wide=True)
+SEQUENCES = Spread(2, VECTORS | PAIRS | WORKSPACE | BLOCKS | SUMS | {"rel_bias"}, last=4, wide=True)
+TILES = Spread(2, VECTORS | PAIRS | WORKSPACE | BLOCKS | SUMS | {"rel_bias"}, last=32)
+TABLE = Spread(2, PER_ROW | VECTORS | PAIRS | WORKSPACE | BLOCKS | SUMS | {"rel_bias"}, last=60)
+COLUMNS = Spread(3, VECTORS | PAIRS | WORKSPACE | BLOCKS | SUMS | {"rel_bias"}, wide=True)
 
 
 @contextmanager
@@ -94,7 +98,7 @@ def launched(spread: Spread) -> Iterator[set[str]]:
     run = interpreter.InterpretedFunction.run
 
     def run_apart(function: Any, *arguments: Any, **options: Any) -> None:
-        assert not arguments
+        options |= dict(zip(function.arg_names, arguments, strict=False))
         changed, copies = {}, []
         for name, argument in flat(options).items():
             if not (isinstance(argument, tuple) and isinstance(argument[0], torch.Tensor)):
@@ -157,7 +161,7 @@ def results(
         tensors["attn_mask"] = torch.randn(batch, heads, num_queries, num_keys, generator=torch.Generator().manual_seed(0))
     tables = {name: getattr(inputs, name) for name in TABLES}
     call = validation.resolve(Arguments(**tensors, **tables, positions=RelativePositions(first, last), query_offset=offset))
-    tiles = dict.fromkeys(selection.KERNELS, TileConfig(block, block, 4, 1))
+    tiles = dict.fromkeys(KERNELS, TileConfig(block, block, 4, 1))
     reader_tile = TileConfig(max(block // 4, 16), block, 4, 1)  # with steps of 4 between queries
     tiles |= {"stored_dq": reader_tile, "dtable": reader_tile}
     out, lse, softmax_stats, _ = forward(*call, tiles["forward"])
@@ -223,7 +227,7 @@ def only_the_last_programs() -> Iterator[None]:
 def test_the_last_of_70_000_heads(sizes: tuple[int, int]) -> None:
     """The last programs of each grid compute the last head as in a call with a single head."""
     single = make_inputs(1, 1, 3, 4, 16, num_rows=6, dtype=torch.float32, seed=1)
-    tiles = dict.fromkeys(selection.KERNELS, TileConfig(16, 16, 4, 1))
+    tiles = dict.fromkeys(KERNELS, TileConfig(16, 16, 4, 1))
     is_alone = sizes[0] == 1  # a table shared by batch entries has a summed gradient
     wants = [name in ("query", "key", "value", "rel_key")[: 4 if is_alone else 3] for name in DIFFERENTIABLE]
 

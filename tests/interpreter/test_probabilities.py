@@ -18,8 +18,7 @@ from tests.tolerance import assert_at_most, assert_near, sum_allowance
 from triton_relattn import RelativePositions
 from triton_relattn._reference import reference_attention
 from triton_relattn.kernels.backward import backward
-from triton_relattn.kernels.config import selection
-from triton_relattn.kernels.config.tile_config import TileConfig
+from triton_relattn.kernels.config.tile_config import KERNELS, TileConfig
 from triton_relattn.kernels.forward import forward
 from triton_relattn.testing import Inputs, assert_within_budget, forward_backward, last_place, make_inputs
 
@@ -101,7 +100,7 @@ def test_large_logits(deviation: float, kind: str) -> None:
     inputs = with_deviation(inputs, deviation)
     masks: dict[str, dict[str, Any]] = {"softcap": {"softcap": 1e4}, "mask": {"attn_mask": torch.zeros(70, 90)}}
     arguments = masks.get(kind, {})
-    results = all_gradients(inputs, dict.fromkeys(selection.KERNELS, TileConfig(32, 32, 4, 1)), **arguments)
+    results = all_gradients(inputs, dict.fromkeys(KERNELS, TileConfig(32, 32, 4, 1)), **arguments)
     golden, plain = worst_draw(
         inputs,
         lambda moved: exact_results(moved, **arguments),
@@ -119,7 +118,7 @@ def test_scores_that_do_not_repeat(kind: str) -> None:
     inputs = make_inputs(1, 1, 40, 50, 16, num_rows=9 if kind == "clamp" else 89, dtype=torch.float32, seed=3)
     inputs = with_deviation(inputs, 1e6)
     tensors, spec = resolve(inputs)
-    tiles = dict.fromkeys(selection.KERNELS, TileConfig(32, 32, 4, 1))
+    tiles = dict.fromkeys(KERNELS, TileConfig(32, 32, 4, 1))
     out, _, softmax_stats, _ = forward(tensors, spec, tiles["forward"])
     softmax_stats[:, :, 0] -= 4e-7 * softmax_stats[:, :, 0].abs()
     gradients = backward(inputs.d_out, inputs.d_lse, out, softmax_stats, tensors, spec, tiles=tiles)
@@ -137,7 +136,7 @@ def test_end_rows_that_are_not_finite(value: float, term: str) -> None:
     attn_mask = torch.ones(70, 90, dtype=torch.bool)
     attn_mask[:40, 32:] = False  # of these queries, those of a tile see nothing of the next tiles
     arguments: dict[str, Any] = {"positions": RelativePositions(-10, 10, "clamp"), "attn_mask": attn_mask}
-    results = all_gradients(inputs, dict.fromkeys(selection.KERNELS, TileConfig(32, 32, 4, 1)), **arguments)
+    results = all_gradients(inputs, dict.fromkeys(KERNELS, TileConfig(32, 32, 4, 1)), **arguments)
     expected = forward_backward(reference_attention, inputs, **arguments)
     for name in ("out", "lse", "d_query"):
         assert_near(name, results[name], expected[name])

@@ -14,11 +14,13 @@ from triton_relattn.__main__ import main, tune
 from triton_relattn._core import validation
 from triton_relattn._core.arguments import Arguments
 from triton_relattn.kernels import tuning
-from triton_relattn.kernels.call import Call
+from triton_relattn.kernels.call import call_of
 from triton_relattn.kernels.config import selection
 from triton_relattn.kernels.config.tile_config import KERNELS, TileConfig
 
-DEFAULT = selection.select("forward", "interpreter", selection.call_kind("interpreter", torch.float32, 16, "full"))
+DEFAULT = selection.tables("interpreter").select(
+    "forward", selection.conditions("interpreter", torch.float32, "highest", 16, "full"), with_profile=False
+)
 OTHERS = [TileConfig(32, 16, 4, 1), TileConfig(16, 32, 4, 1), TileConfig(16, 16, 4, 1)]
 
 
@@ -68,9 +70,9 @@ def test_the_fastest_right_configuration_is_saved(monkeypatch: pytest.MonkeyPatc
     assert str(best.block_m) in str(found) and "2 tried" in str(found)
     for length, expected in ((40, best), (600, DEFAULT)):
         tensors, terms = call_inputs(length)
-        assert Call(*validation.resolve(Arguments(*tensors, **terms))).tile("forward") == expected
+        assert call_of(*validation.resolve(Arguments(*tensors, **terms))).tile("forward") == expected
     (row,) = selection.load(tuning.profile_of(torch.device("cpu")), "interpreter")
-    assert (row.milliseconds, row.default_milliseconds) == (5.0, 10.0)
+    assert (row["milliseconds"], row["default_milliseconds"]) == ("5", "10")
     with_times(monkeypatch, {DEFAULT: 10.0, OTHERS[0]: 9.9})  # a gain within noise does not count
     (found,) = tuning.tune(*call_inputs()[0])
     assert found.best == DEFAULT and "stays" in str(found)
@@ -96,7 +98,7 @@ def test_every_kernel_of_a_call(monkeypatch: pytest.MonkeyPatch, changes: dict[s
     assert reported == found and {tuned.tried for tuned in found} == {2}
     assert {"forward", "dkv", "dtable"} <= {tuned.kernel for tuned in found} <= set(KERNELS)
     assert ("dp2c" in {tuned.kernel for tuned in found}) == ("rel_p2c" in changes)
-    assert {row.kind.kernel for row in selection.load(tuning.profile_of(torch.device("cpu")), "interpreter")} == {
+    assert {row["kernel"] for row in selection.load(tuning.profile_of(torch.device("cpu")), "interpreter")} == {
         tuned.kernel for tuned in found
     }
 

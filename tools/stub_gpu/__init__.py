@@ -157,7 +157,7 @@ def flat(types: Any, values: Any) -> Iterator[tuple[str, Any]]:
 def number(kind: str, value: Any) -> float:
     """Return the expected parameter: a pointer, or the value in its type."""
     if kind.startswith("*"):
-        return int(value.data_ptr())
+        return value if isinstance(value, int) else int(value.data_ptr())
     rounded: float = struct.unpack(FORMATS[kind], struct.pack(FORMATS[kind], value))[0]
     return rounded
 

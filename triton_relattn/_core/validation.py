@@ -15,7 +15,7 @@ import torch
 from ..positions import LARGEST_POSITION, RelativePositions
 from .arguments import Arguments, has_values
 from .hints import hint_for, warn_of_likely_mistakes
-from .spec import DIFFERENTIABLE, TABLES, AttentionSpec, AttentionTensors
+from .spec import TABLES, AttentionSpec, AttentionTensors
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LARGEST_NUMBER, SMALLEST_NUMBER = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
@@ -61,28 +61,23 @@ def _resolve(arguments: Arguments) -> tuple[AttentionTensors, AttentionSpec]:
     num_rows = _check_tables(arguments)
     positions = _check_positions(arguments.positions, num_rows)
 
-    tensors = AttentionTensors(**{name: getattr(arguments, name) for name in DIFFERENTIABLE})
     if arguments.is_packed:
-        tensors, max_seqlen_q, max_seqlen_k = _check_packing(arguments, tensors)
+        batch, max_seqlen_q, max_seqlen_k = _check_packing(arguments)
     else:
-        max_seqlen_q, max_seqlen_k = query.shape[2], key.shape[2]
-    batch = tensors.num_sequences
+        batch, max_seqlen_q, max_seqlen_k = query.shape[0], query.shape[2], key.shape[2]
     if arguments.attn_mask is not None:
-        mask = _check_mask(arguments.attn_mask, query, (batch, query.shape[1], query.shape[2], key.shape[2]))
-        tensors = tensors._replace(attn_mask=mask)
+        _check_mask(arguments.attn_mask, query, (batch, query.shape[1], query.shape[2], key.shape[2]))
     if arguments.key_lengths is not None:
-        key_lengths, lengths = _check_integers("key_lengths", arguments.key_lengths, query, batch, "batch")
+        lengths = _check_integers("key_lengths", arguments.key_lengths, query, batch, "batch")
         if lengths and not 0 <= min(lengths) <= max(lengths) <= key.shape[2]:
             raise ValueError(f"key_lengths must lie in [0, {key.shape[2]}], got values from {min(lengths)} to {max(lengths)}")
-        tensors = tensors._replace(key_lengths=key_lengths)
     window_left, window_right = _check_window(arguments.window_size, arguments.is_causal)
     query_offset = 0
     offsets: list[int] | None  # None: unknown
     if isinstance(arguments.query_offset, torch.Tensor):
-        query_offsets, offsets = _check_integers("query_offset", arguments.query_offset, query, batch, "batch")
+        offsets = _check_integers("query_offset", arguments.query_offset, query, batch, "batch")
         for offset in offsets or ():
             check_integer("query_offset", offset)
-        tensors = tensors._replace(query_offsets=query_offsets)
     else:
         query_offset = 0 if arguments.query_offset is None else check_integer("query_offset", arguments.query_offset)
         offsets = [query_offset]
@@ -103,7 +98,30 @@ def _resolve(arguments: Arguments) -> tuple[AttentionTensors, AttentionSpec]:
     )
     if positions.outside == "error":
         _require_covered(positions, spec, offsets)
-    return tensors, spec
+    return arranged(arguments), spec
+
+
+def arranged(arguments: Arguments) -> AttentionTensors:
+    """Return the tensors of a call that has been checked, as implementations take them, all of them views."""
+    query, key, value, rel_query = arguments.query, arguments.key, arguments.value, arguments.rel_query
+    mask, key_lengths, offsets = arguments.attn_mask, arguments.key_lengths, arguments.query_offset
+    if arguments.is_packed:  # (total, heads, width) becomes (1, heads, total, width)
+        query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+        rel_query = None if rel_query is None else rel_query.transpose(0, 1)[None]
+        batch = arguments.cu_seqlens_q.shape[0] - 1  # type: ignore[union-attr]
+    else:
+        batch = query.shape[0]
+    if mask is not None and mask.dim() != 4:
+        mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
+    if key_lengths is not None and key_lengths.dim() == 0:
+        key_lengths = key_lengths.expand(batch)
+    if not isinstance(offsets, torch.Tensor):
+        offsets = None
+    elif offsets.dim() == 0:
+        offsets = offsets.expand(batch)
+    tables = arguments.rel_key, arguments.rel_value, arguments.rel_bias, arguments.rel_p2c
+    starts = arguments.cu_seqlens_q, arguments.cu_seqlens_k
+    return AttentionTensors(query, key, value, rel_query, *tables, mask, key_lengths, offsets, *starts)
 
 
 def _require_shape(name: str, tensor: torch.Tensor, expected: tuple[int, ...], meaning: str) -> None:
@@ -199,21 +217,13 @@ def _check_positions(positions: RelativePositions | None, num_rows: int | None) 
     return positions
 
 
-def _check_packing(arguments: Arguments, tensors: AttentionTensors) -> tuple[AttentionTensors, int, int]:
-    """Check where packed sequences start; return the tensors as views (1, heads, total, width), and the maximal lengths."""
+def _check_packing(arguments: Arguments) -> tuple[int, int, int]:
+    """Check where packed sequences start; return their number, and the maximal lengths."""
     query, starts_q, starts_k = arguments.query, arguments.cu_seqlens_q, arguments.cu_seqlens_k
     longest_q = _check_starts("q", starts_q, arguments.max_seqlen_q, query, query.shape[0])
     longest_k = _check_starts("k", starts_k, arguments.max_seqlen_k, query, arguments.key.shape[0])
     _require_shape("cu_seqlens_k", starts_k, tuple(starts_q.shape), "that of cu_seqlens_q")  # type: ignore[arg-type,union-attr]
-    tensors = tensors._replace(
-        query=tensors.query.transpose(0, 1)[None],
-        key=tensors.key.transpose(0, 1)[None],
-        value=tensors.value.transpose(0, 1)[None],
-        rel_query=None if tensors.rel_query is None else tensors.rel_query.transpose(0, 1)[None],
-        cu_seqlens_q=starts_q,
-        cu_seqlens_k=starts_k,
-    )
-    return tensors, longest_q, longest_k
+    return starts_q.shape[0] - 1, longest_q, longest_k  # type: ignore[union-attr]
 
 
 def _check_starts(which: str, cu_seqlens: Any, max_seqlen: Any, query: torch.Tensor, total: int) -> int:
@@ -222,7 +232,7 @@ def _check_starts(which: str, cu_seqlens: Any, max_seqlen: Any, query: torch.Ten
     _require_tensor(name, cu_seqlens, query)
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
         raise ValueError(f"{name} must have shape (batch + 1,), got {tuple(cu_seqlens.shape)}")
-    _, starts = _check_integers(name, cu_seqlens, query, cu_seqlens.shape[0], "batch + 1")
+    starts = _check_integers(name, cu_seqlens, query, cu_seqlens.shape[0], "batch + 1")
     longest = check_integer(f"max_seqlen_{which}", max_seqlen)
     if not _in_range(0, longest, LARGEST_POSITION):
         raise ValueError(f"max_seqlen_{which} must not be negative, got {longest}")
@@ -236,8 +246,7 @@ def _check_starts(which: str, cu_seqlens: Any, max_seqlen: Any, query: torch.Ten
     return longest
 
 
-def _check_mask(attn_mask: torch.Tensor, query: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Check the mask and return it with four dimensions."""
+def _check_mask(attn_mask: torch.Tensor, query: torch.Tensor, shape: tuple[int, ...]) -> None:
     _require_tensor("attn_mask", attn_mask, query)
     if attn_mask.dtype != torch.bool and attn_mask.dtype not in (query.dtype, torch.float32):
         raise TypeError(f"attn_mask must be bool, query's dtype {query.dtype} or float32, got {attn_mask.dtype}")
@@ -250,20 +259,18 @@ def _check_mask(attn_mask: torch.Tensor, query: torch.Tensor, shape: tuple[int, 
     # Not "in (1, full)", of which torch.compile makes False where one of two equal sizes is symbolic.
     if len(sizes) != 4 or not all(size == 1 or size == full for size, full in zip(sizes, shape, strict=True)):
         raise ValueError(f"attn_mask must broadcast to (batch, heads, Nq, Nk) = {shape}, got {tuple(attn_mask.shape)}")
-    return attn_mask.reshape(sizes) if attn_mask.dim() != 4 else attn_mask
 
 
-def _check_integers(
-    name: str, tensor: torch.Tensor, query: torch.Tensor, length: int, meaning: str
-) -> tuple[torch.Tensor, list[int] | None]:
-    """Return a vector of integers, a single one repeated for all, and its values; None if reading them would wait for a GPU."""
+def _check_integers(name: str, tensor: torch.Tensor, query: torch.Tensor, length: int, meaning: str) -> list[int] | None:
+    """Check a vector of integers, or a single one for all; return its values, None if reading them would wait for a GPU."""
     _require_tensor(name, tensor, query)
     if tensor.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 or int64, got {tensor.dtype}")
-    if tensor.dim() == 0:
-        tensor = tensor.expand(length)
-    _require_shape(name, tensor, (length,), f"({meaning},)")
-    return tensor, tensor.tolist() if has_values(tensor) else None
+    if tensor.dim() > 0:
+        _require_shape(name, tensor, (length,), f"({meaning},)")
+    if not has_values(tensor):
+        return None
+    return tensor.tolist() if tensor.dim() > 0 else [int(tensor)] * min(length, 1)
 
 
 def _check_window(window_size: tuple[int, int] | None, is_causal: bool) -> tuple[int, int]:

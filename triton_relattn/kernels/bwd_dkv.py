@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .logits import Keys, Queries, key_table, relative_terms, score_table, tile_logits, value_table
-from .tile.addressing import head_matrix, key_order, load_rows, row_vector, side_vector, store_rows
+from .tile.addressing import head_matrix, key_order, load_rows, row_vector, side_vector, store_end_rows, store_rows
 from .tile.band import blocks_before, whole_tile
 from .tile.key_terms import (
     add_far_queries,
@@ -20,10 +20,19 @@ from .tile.key_terms import (
     multiply_key_band,
     natural_keys,
     reached_by_keys,
-    store_key_sums,
 )
 from .tile.masking import FAR, NEAR, exists, first_part, keep_mask, locate, loop_position, part_range, query_range, stop_part
-from .tile.scores import LN_2, exponent_scale, is_linear, load_softmax_stats, probabilities, score_gradients, settled, tile_scores
+from .tile.scores import (
+    LN_2,
+    exponent_scale,
+    is_linear,
+    load_softmax_stats,
+    probabilities,
+    rel_unit,
+    score_gradients,
+    settled,
+    tile_scores,
+)
 from .tile.table import reached_table
 from .workspace.stored import first_column_key, store_tile, window_in_table
 
@@ -77,7 +86,7 @@ def dkv_kernel(
     valid_n = exists(offs_n, place, common.window)
     keys = head_matrix(inputs.key, place.entry, key_head, place.key_start, SHAPE.wide_index)
     key = load_rows(keys, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
-    WANTS_SCORES: tl.constexpr = d_keys is not None or ds is not None or per_query.far_key_sums is not None
+    WANTS_SCORES: tl.constexpr = d_keys is not None or ds is not None or per_query.end_rows is not None
     if WANTS_SCORES:
         values = head_matrix(inputs.value, place.entry, key_head, place.key_start, SHAPE.wide_index)
         value = load_rows(values, key_start, tile_n, valid_n, SHAPE.value_dim, SHAPE.block_dv)
@@ -195,8 +204,10 @@ def dkv_kernel(
         # Queries beyond a clamped rel_p2c have one of its end rows
         if inputs.far_keys is not None and WANTS_SCORES:
             past, future = far_query_sums(far_sums)
-            if per_query.far_key_sums is not None:
-                store_key_sums(per_query.far_key_sums, past, future, place, head, key_start, TILE)
+            if per_query.end_rows is not None:
+                unit = rel_unit(common.scaling)
+                rows, width = per_query.end_rows, SHAPE.head_dim
+                store_end_rows(rows, head, place.batch, block, past * unit, future * unit, natural_key, width, SHAPE.block_d)
             if d_keys is not None:
                 d_key = add_key_end_rows(d_key, past, future, keys_table, key_lowest, key_highest, TILE)
 

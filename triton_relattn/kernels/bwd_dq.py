@@ -4,8 +4,10 @@
 
 A program owns a block of queries and loops over their keys, as the forward does, and recomputes P and dS, as FlashAttention
 does. What the table adds to dQ, stored_dq_kernel has computed from dS near the table. Keys beyond a clamped table have its first
-or last row: their dS, and with rel_value their P, are summed per query, also for the gradients of the tables.
+or last row: their dS, and with rel_value their P, are summed per query, for the gradient of the query and those of the tables.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -18,7 +20,7 @@ from .tile.addressing import (
     load_queries,
     load_rows,
     row_vector,
-    store_past_future,
+    store_end_rows,
     store_rows,
 )
 from .tile.band import blocks_before, next_terms
@@ -50,6 +52,15 @@ from .tile.scores import (
 from .tile.table import add_end_rows, add_far_tile, reached_positions
 
 
+class EndRows(NamedTuple):
+    """Sums over the queries of each block, (H, sequences, blocks, 2, width), of the gradients of a clamped table's first and last
+    row; None: not wanted."""
+
+    rel_key: Any = None
+    rel_bias: Any = None
+    rel_value: Any = None
+
+
 @triton.jit
 def add_beyond(past, future, tile, offs_m, offs_n, is_past, first, last, place, PART: tl.constexpr):
     """Add the sums of a tile [M, N] over keys before the table, and over keys behind it, to past and future [M]."""
@@ -68,8 +79,7 @@ def dq_kernel(
     d_queries,
     d_rel_queries,
     table_parts,
-    far_sums,
-    far_probs,
+    end_rows,
     per_query,
     common,
     first,
@@ -78,9 +88,9 @@ def dq_kernel(
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Compute d_query and d_rel_query of BLOCK_M queries of one head, and far_sums and far_probs [B, H, 2, Nq]: sums of dS, and
-    of the probabilities that dropout keeps, over the keys before and behind a clamped table. d_query is always computed, so that
-    the layouts of the others, and their bits, do not depend on it; each of the others may be None.
+    """Compute d_query and d_rel_query of BLOCK_M queries of one head, and end_rows, EndRows: what the keys before and behind a
+    clamped table add to the gradients of its first and its last row. d_query is always computed, so that the layouts of the
+    others, and their bits, do not depend on it; each of the others may be None.
 
     table_parts [B, H, Nq, Dr]: what stored_dq_kernel has computed; added to d_rel_query, or without rel_query to d_query.
     per_query is as delta_kernel left it.
@@ -183,7 +193,7 @@ def dq_kernel(
             # Sums over the keys beyond a clamped table
             if HAS_TERM and IS_CLAMPED:
                 past, future = add_beyond(past, future, d_scores, offs_m, offs_n, is_past, first, last, place, PART)
-            if far_probs is not None:
+            if end_rows.rel_value is not None:
                 kept_probs = probs if common.dropout.seed is None else tl.where(keep, probs, 0.0)
                 past_probs, future_probs = add_beyond(
                     past_probs, future_probs, kept_probs, offs_m, offs_n, is_past, first, last, place, PART
@@ -191,14 +201,22 @@ def dq_kernel(
             # dQ += dS K: [M, N] @ [N, D] -> [M, D]
             acc = settled(tl.dot(d_scores.to(key.dtype), key, acc, input_precision=TILE.precision))
 
-    # Keys beyond a clamped table have its first or last row. The table's part, units, and store.
+    # Keys beyond a clamped table have its first or last row. Its gradient, the table's part, units, and store.
+    block = row_start // TILE.block_m
     if HAS_TERM and IS_CLAMPED:
         past, future = lane_consistent(past, TILE.block_n), lane_consistent(future, TILE.block_n)
-        if far_sums is not None:
-            store_past_future(far_sums, place.entry, head, place.query_start, offs_m, valid_m, past, future)
-    if far_probs is not None:
-        past_probs, future_probs = lane_consistent(past_probs, TILE.block_n), lane_consistent(future_probs, TILE.block_n)
-        store_past_future(far_probs, place.entry, head, place.query_start, offs_m, valid_m, past_probs, future_probs)
+        if end_rows.rel_bias is not None:
+            store_end_rows(end_rows.rel_bias, head, place.batch, block, past, future, None, 1, 1)
+        if end_rows.rel_key is not None:
+            unit = rel_unit(common.scaling)
+            rows, width = end_rows.rel_key, SHAPE.rel_dim
+            store_end_rows(rows, head, place.batch, block, past * unit, future * unit, rel_query, width, SHAPE.block_dr)
+    if end_rows.rel_value is not None:
+        if common.dropout.seed is not None:
+            past_probs *= tl.cast(common.dropout.keep_scale, tl.float32)
+            future_probs *= tl.cast(common.dropout.keep_scale, tl.float32)
+        rows, width = end_rows.rel_value, SHAPE.value_dim
+        store_end_rows(rows, head, place.batch, block, past_probs, future_probs, d_out, width, SHAPE.block_dv)
     acc *= tl.cast(common.scaling.base_2_scale, tl.float32) * LN_2
     if table_parts is not None:
         parts = head_matrix(table_parts, place.entry, head, place.query_start, SHAPE.wide_index)

@@ -17,7 +17,7 @@ with the row stride of dS plus one, and the sum over the queries is a product, `
 
 A program owns a block of table rows and loops over the queries. No two programs add to the same number, so there are no atomics
 and the result repeats bit for bit. Where there are fewer blocks of rows than a GPU can work on at once, several programs share
-a block, each with a partial sum of its own (table_sums.py adds these up).
+a block, each with a partial sum of its own (table_gradient.py adds these up).
 
 Loads of 16 bytes. A row of a band begins at key i + r0, wherever that is, but 16 bytes begin at every STEP-th key only (8 of 16
 bits, 4 of 32). So a tile has every STEP-th query, those for which i + r0 is a multiple of STEP, and STEP passes, each with r0 one
@@ -85,7 +85,7 @@ def dtable_kernel(
     vectors: the queries, or what rel_key meets in their place, and stored is dS, [1, heads, Nq, columns]. FOR_VALUES: vectors are
     d_out, and stored is P. first_program, stop_program: the programs of the dkv kernel whose numbers the workspace has.
 
-    Pairs beyond a clamped table are not here: dq_kernel sums them for each query (table_sums.py).
+    Pairs beyond a clamped table are not here: dq_kernel sums them for each query (table_gradient.py).
 
     Grid: as table_share has it; a program takes every splits-th block of queries of all heads that use its table.
     """

@@ -1,23 +1,20 @@
-"""The arguments that every launch passes to its kernel, put together once."""
+"""The arguments that every launch of a call passes to its kernel, as far as they are known before there are addresses."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from triton.runtime.errors import OutOfResources
 
 from .._core.dropout import keep_scale, largest_dropped
-from .._core.spec import TABLES, AttentionSpec, AttentionTensors
+from .._core.spec import AttentionSpec, AttentionTensors
 from .config import architectures, selection
 from .config.selection import padded_width
 from .config.tile_config import MAX_BLOCK, TileConfig
-from .launching import launch, specialization
-from .operands import Extent, Strided, contiguous, extent, needs_wide_index, per_head, strided
+from .operands import Strided, contiguous, needs_wide_index, per_head
+from .plan import Plan, Slot, described
 
 SMALLEST_SCALE = 2.0**-60
 LARGEST_TERM = 2000.0  # of a logit, that float16 must hold if terms are rounded; with the usual scale widths up to 1,024 do
@@ -35,10 +32,10 @@ class Sequences(NamedTuple):
     max_seqlen_q: int
     max_seqlen_k: int
     query_offset: int
-    query_offsets: torch.Tensor | None  # instead of query_offset
-    key_lengths: torch.Tensor | None
-    cu_seqlens_q: torch.Tensor | None
-    cu_seqlens_k: torch.Tensor | None
+    query_offsets: Slot | None  # instead of query_offset
+    key_lengths: Slot | None
+    cu_seqlens_q: Slot | None
+    cu_seqlens_k: Slot | None
 
 
 class Scaling(NamedTuple):
@@ -66,13 +63,14 @@ class Operands(NamedTuple):
 
 
 class PerQuery(NamedTuple):
-    """Numbers of each query, float32: the forward's statistics, and those of the delta kernel. At the end one of each key."""
+    """Numbers of each query, float32: the forward's statistics, and those of the delta kernel. At the end what is not of
+    queries."""
 
     softmax_stats: Strided  # (B, H, 2, N): maximum of the scores, logarithm of the sum
     deltas: Strided  # (B, H, N)
     far_scores: Strided | None = None  # (B, H, 2, N): terms of keys beyond a clamped table, past and future
     far_values: Strided | None = None  # and those that such keys add to dP
-    far_key_sums: Strided | None = None  # (B, H, 2, Nk): of the dkv kernel, sums of dS over the queries beyond a clamped rel_p2c
+    end_rows: Strided | None = None  # of the dkv kernel: bwd_dq.EndRows of rel_p2c, from the queries beyond it and the keys
 
 
 class Common(NamedTuple):
@@ -123,10 +121,10 @@ class Dropout(NamedTuple):
     """Arguments of dropout.keep_mask, and the factor of the probabilities that it keeps; all None without dropout. (Triton 3.6
     cannot compare a group that holds None with None, so kernels ask for the seed.)"""
 
-    seed: torch.Tensor | None = None
+    seed: Slot | None = None
     largest_dropped: int | None = None
     keep_scale: float | None = None
-    origins: torch.Tensor | None = None  # (B, 1, 4): as what sequence, first head, first query and first key count
+    origins: Slot | None = None  # (B, 1, 4): as what sequence, first head, first query and first key count
 
 
 def cdiv(length: int, block: int) -> int:
@@ -144,206 +142,163 @@ def float16_holds_terms(scale: float) -> bool:
     return LARGEST_TERM <= info.max * scale and info.smallest_normal * scale <= 1
 
 
-@dataclass(frozen=True, eq=False)
-class CallConstants:
-    """What all calls with the same sizes, strides, dtype and scalars share, also packs of other numbers of sequences: computed
-    once, by ``call_constants``, since it takes longer than the launches."""
-
-    kind: selection.Kind
-    shape: Shape
-    tile: TileConstants  # without what a configuration says; see kernel_tile
-    window: tuple[int | None, int | None]
-    dropout: Dropout  # without tensors
-    scaling: Scaling
-    strides: tuple[tuple[int, ...] | None, ...]  # of Operands
-    compiled: dict[Any, Any] = field(default_factory=dict)  # kernels of earlier launches; see launching.py
-
-
-@functools.lru_cache(maxsize=1024)
-def call_constants(
-    spec: AttentionSpec,
-    arch: str,
-    precision: str,
-    dtype: torch.dtype,
-    has_one_offset: bool,
-    operands: tuple[Extent, ...],
-    others: tuple[Extent, ...],
-) -> CallConstants:
-    """Compute what does not depend on the values of tensors. operands: in the order of Operands. others: further tensors that
-    kernels address by batch entry, head and row."""
-    query, key, value, rel_query, rel_key, rel_value, rel_bias, _, rel_p2c = operands
-    assert query is not None and key is not None and value is not None
-    (_, num_heads, _, head_dim), key_heads, value_dim = query[0], key[0][1], value[0][-1]
-    rel_dim = (rel_query or query)[0][-1]
-    widths = head_dim, value_dim, rel_dim
-    tables = dict(zip(TABLES, (rel_key, rel_value, rel_bias, rel_p2c), strict=True))
-    coverage = spec.coverage(has_one_offset) if any(tables.values()) else "no table"
-    if rel_value is not None:
-        term_set = "rel_value"
-    elif rel_p2c is not None:
-        term_set = "rel_p2c"
-    elif rel_query is not None:
-        term_set = "narrow rel_query" if padded_width(rel_dim) < padded_width(head_dim) else "rel_query"
-    elif rel_bias is not None:
-        term_set = "rel_key and rel_bias" if rel_key is not None else "rel_bias"
-    else:
-        term_set = "none"
-    kind = selection.call_kind(arch, dtype, max(widths), coverage, spec.window_right >= 0, term_set)
-
-    # How many rows a tile's offsets go through decides whether 32 bits hold them.
-    rows = [(tensor, MAX_QUERIES) for tensor in (query, rel_query, *others)] + [(key, MAX_BLOCK), (value, MAX_BLOCK)]
-    rows += [(table, table[0][-2] + MAX_BLOCK) for name, table in tables.items() if table is not None and name != "rel_bias"]
-    wide_index = any(tensor is not None and needs_wide_index(*tensor, most) for tensor, most in rows)
-    wide_index |= num_heads * max(widths) * MAX_QUERIES >= 2**31  # of what is allocated for the results
-    shape = Shape(num_heads // max(key_heads, 1), *widths, *map(padded_width, widths), wide_index)
-
-    # Scores are logits divided by scale, so 0 is replaced by a number so small that q.k vanishes beside the other terms.
-    scale = spec.scale if abs(spec.scale) > SMALLEST_SCALE else SMALLEST_SCALE
-    rel_scale = spec.rel_scale / scale
-    has_scale = (rel_key is not None or rel_p2c is not None) and rel_scale != 1
-    scaling = Scaling(scale / math.log(2), rel_scale if has_scale else None, 1 / scale, spec.softcap)
-    round_terms = architectures.rounds_terms(arch, dtype) and float16_holds_terms(scale)
-
-    value_tile = TileConstants(
-        0, 0, coverage=coverage, precision=precision, width=value_dim, block_width=shape.block_dv, has_matrix=True
-    )
-    key_tile = None
-    if rel_p2c is not None:
-        key_tile = value_tile._replace(round_terms=round_terms, width=head_dim, block_width=shape.block_d, has_scale=has_scale)
-    tile = TileConstants(
-        0,
-        0,
-        round_terms=round_terms and rel_key is not None,  # a bias alone is not rounded
-        coverage=coverage,
-        precision=precision,
-        width=rel_dim,
-        block_width=shape.block_dr,
-        has_matrix=rel_key is not None,
-        has_bias=rel_bias is not None,
-        has_scale=has_scale and rel_key is not None,
-        value_tile=value_tile,
-        key_tile=key_tile,
-    )
-
-    strides = {name: None if tensor is None else tensor[1] for name, tensor in zip(Operands._fields, operands, strict=False)}
-    for name in TABLES:
-        strides[name] = per_head(strides[name], rank=1 if name == "rel_bias" else 2)
-    window = (None if spec.window_left < 0 else spec.window_left, None if spec.window_right < 0 else spec.window_right)
-    dropout = Dropout(None, largest_dropped(spec.dropout_p), keep_scale(spec.dropout_p))
-    return CallConstants(kind, shape, tile, window, dropout, scaling, tuple(strides.values()))
-
-
-@functools.lru_cache(maxsize=4096)
-def kernel_tile(constants: CallConstants, config: TileConfig, kernel: str) -> TileConstants:
-    """Return the constants that a kernel is compiled with."""
-    # Kernels that read dS by relative position need the rows of a clamped table, and nothing beyond.
-    coverage = "zero" if constants.tile.coverage == "clamp" and kernel in ("stored_dq", "dtable") else constants.tile.coverage
-    # A loop over the keys can carry what belongs to its queries, one over the queries what belongs to its keys.
-    carry, key_carry = (config.carry, None) if kernel in ("forward", "dq") else (None, config.carry)
-    config_constants: dict[str, Any] = {
-        "block_m": config.block_m,
-        "block_n": config.block_n,
-        "rotation": config.rotation,
-        "warps": config.num_warps,
-        "carry": carry,
-        "coverage": coverage,
-    }
-    value_tile, key_tile = constants.tile.value_tile, constants.tile.key_tile
-    assert value_tile is not None
-    if key_tile is not None:
-        in_registers = config.rotation != "gather" and config.block_n % (16 * config.num_warps) == 0
-        rotation = "registers" if in_registers else "gather"
-        key_tile = key_tile._replace(**config_constants | {"block_m": config.block_n, "rotation": rotation, "carry": key_carry})
-    return constants.tile._replace(**config_constants, value_tile=value_tile._replace(**config_constants), key_tile=key_tile)
-
-
 class Call:
-    """One call as the launchers see it: its sizes, and the arguments that all kernels share."""
+    """One call as the launchers see it: its sizes, and the arguments that all kernels share.
+
+    Attributes:
+        conditions: by which its tiles are selected.
+        tile_constants: those of all kernels, without what a configuration says; see kernel_tile.
+    """
 
     def __init__(
         self,
+        plan: Plan,
         tensors: AttentionTensors,
         spec: AttentionSpec,
-        others: Iterable[torch.Tensor | None] = (),
-        arch: str | None = None,
+        others: Iterable[Slot | None] = (),
+        term_set: str | None = None,
     ) -> None:
-        """others: further tensors that kernels address by batch entry, head and row. arch: in place of the device's
-        architecture."""
-        query, key = tensors.query, tensors.key
-        self.heads, self.key_heads = query.shape[1], key.shape[1]
-        self.num_sequences = tensors.num_sequences
-        self.arch = arch or architectures.architecture(query.device)
-        self.selected: dict[str, TileConfig] = {}  # by kernel: configurations that self.tile has selected
-        self.rel_query = query if tensors.rel_query is None else tensors.rel_query
-        rel_bias, mask = tensors.rel_bias, tensors.attn_mask
-        if rel_bias is not None and rel_bias.shape[-1] * rel_bias.stride(-1) >= 2**31:  # its rows are addressed in 32 bits
-            rel_bias = rel_bias.contiguous()
-        if mask is not None:
-            mask = mask.expand(query.shape[0], self.heads, query.shape[2], key.shape[2])
-        value, rel_key, rel_value = tensors.value, tensors.rel_key, tensors.rel_value
-        operands = (query, key, value, tensors.rel_query, rel_key, rel_value, rel_bias, mask, tensors.rel_p2c)
-        self.constants = call_constants(
-            spec,
-            self.arch,
-            architectures.input_precision(query.dtype, self.arch),
-            query.dtype,
-            tensors.query_offsets is None,
-            tuple(map(extent, operands)),
-            tuple(map(extent, others)),
-        )
-        self.kind, self.coverage, self.shape = self.constants.kind, self.constants.kind.coverage, self.constants.shape
+        """others: further tensors that kernels address by batch entry, head and row. term_set: see selection.CONDITIONS."""
+        self.plan, self.spec, self.arch = plan, spec, plan.key.surroundings.arch
+        query, key, value, rel_query, rel_key, rel_value, rel_bias, rel_p2c, mask, *_ = tensors
+        self.heads, self.key_heads, self.num_sequences = query.shape[1], key.shape[1], tensors.num_sequences
+        self.rel_query = query if rel_query is None else rel_query
         self.length = max(spec.max_seqlen_q, spec.max_seqlen_k)
-        pairs = zip(operands, self.constants.strides, strict=True)
-        self.inputs = Operands(*[None if tensor is None else (tensor, strides) for tensor, strides in pairs])
+        self.coverage = spec.coverage(tensors.query_offsets is None) if tensors.has_table else "no table"
+        self.limits = {"first": spec.first, "last": spec.last}
+        widths = query.shape[3], value.shape[3], self.rel_query.shape[3]
+
+        # How its tiles are selected
+        if term_set is None:
+            is_narrow = padded_width(widths[2]) < padded_width(widths[0])
+            sets = {
+                "rel_value": rel_value,
+                "rel_p2c": rel_p2c,
+                "narrow rel_query" if is_narrow else "rel_query": rel_query,
+                "rel_bias" if rel_key is None else "rel_key and rel_bias": rel_bias,
+            }
+            term_set = next((name for name, tensor in sets.items() if tensor is not None), "none")
+        precision, is_causal = plan.key.surroundings.float32_precision, spec.window_right >= 0
+        self.conditions = selection.conditions(
+            self.arch, query.dtype, precision, max(widths), self.coverage, is_causal, term_set, self.length
+        )
+
+        # How many rows a tile's offsets go through decides whether 32 bits hold them.
+        rows = [(tensor, MAX_QUERIES) for tensor in (query, rel_query, *others)] + [(key, MAX_BLOCK), (value, MAX_BLOCK)]
+        rows += [(table, table.shape[-2] + MAX_BLOCK) for table in (rel_key, rel_value, rel_p2c) if table is not None]
+        wide_index = any(tensor is not None and needs_wide_index(tensor.shape, tensor.strides, most) for tensor, most in rows)
+        wide_index |= self.heads * max(widths) * MAX_QUERIES >= 2**31  # of what is allocated for the results
+        self.shape = Shape(self.heads // max(self.key_heads, 1), *widths, *map(padded_width, widths), wide_index)
+
+        # Scores are logits divided by scale, so 0 is replaced by a number so small that q.k vanishes beside the other terms.
+        scale = spec.scale if abs(spec.scale) > SMALLEST_SCALE else SMALLEST_SCALE
+        rel_scale = spec.rel_scale / scale
+        has_scale = (rel_key is not None or rel_p2c is not None) and rel_scale != 1
+        scaling = Scaling(scale / math.log(2), rel_scale if has_scale else None, 1 / scale, spec.softcap)
+
+        # What is compiled into the kernels
+        round_terms = architectures.rounds_terms(self.arch, query.dtype) and float16_holds_terms(scale)
+        value_tile = TileConstants(
+            0,
+            0,
+            coverage=self.coverage,
+            precision=architectures.input_precision(query.dtype, self.arch, precision),
+            width=widths[1],
+            block_width=self.shape.block_dv,
+            has_matrix=True,
+        )
+        key_tile = None
+        if rel_p2c is not None:
+            key_tile = value_tile._replace(
+                round_terms=round_terms, width=widths[0], block_width=self.shape.block_d, has_scale=has_scale
+            )
+        self.tile_constants = value_tile._replace(
+            round_terms=round_terms and rel_key is not None,  # a bias alone is not rounded
+            width=widths[2],
+            block_width=self.shape.block_dr,
+            has_matrix=rel_key is not None,
+            has_bias=rel_bias is not None,
+            has_scale=has_scale and rel_key is not None,
+            value_tile=value_tile,
+            key_tile=key_tile,
+        )
+
+        # The tensors: tables as of one batch entry, the mask as of all pairs
+        if rel_bias is not None and rel_bias.shape[-1] * rel_bias.strides[-1] >= 2**31:  # its rows are addressed in 32 bits
+            rel_bias = plan.copied(rel_bias)
+        if mask is not None:
+            sizes = query.shape[0], self.heads, query.shape[2], key.shape[2]
+            mask = plan.view(mask, sizes, [0 if size == 1 else step for size, step in zip(mask.shape, mask.strides, strict=True)])
+        matrices = [None if tensor is None else tensor.strided for tensor in (query, key, value, rel_query)]
+        tables = [
+            None if table is None else (table, per_head(table.strides, rank=1 if table is rel_bias else 2))
+            for table in (rel_key, rel_value, rel_bias, rel_p2c)
+        ]
+        self.inputs = Operands(*matrices, *tables[:3], None if mask is None else mask.strided, tables[3])
         vectors = (tensors.query_offsets, tensors.key_lengths, tensors.cu_seqlens_q, tensors.cu_seqlens_k)
-        sequences = Sequences(spec.max_seqlen_q, spec.max_seqlen_k, spec.query_offset, *map(contiguous, vectors))
+        sequences = Sequences(
+            spec.max_seqlen_q, spec.max_seqlen_k, spec.query_offset, *(contiguous(plan, vector) for vector in vectors)
+        )
         dropout = Dropout()
         if tensors.dropout_seed is not None:
-            origins = None if tensors.dropout_origins is None else tensors.dropout_origins[:, :1].contiguous()
-            dropout = self.constants.dropout._replace(seed=tensors.dropout_seed.contiguous(), origins=origins)
-        self.common = Common(sequences, self.constants.window, dropout, self.constants.scaling)
-        self.limits = {"first": spec.first, "last": spec.last}
-        self.specialization: Any = None  # what Triton compiles for of inputs and common; see launching.py
+            origins = tensors.dropout_origins
+            if origins is not None:  # of the first head
+                origins = contiguous(plan, plan.view(origins, (origins.shape[0], 1, 4), origins.strides))
+            seed = contiguous(plan, tensors.dropout_seed)
+            dropout = Dropout(seed, largest_dropped(spec.dropout_p), keep_scale(spec.dropout_p), origins)
+        window = (None if spec.window_left < 0 else spec.window_left, None if spec.window_right < 0 else spec.window_right)
+        self.common = Common(sequences, window, dropout, scaling)
 
-    def add_far_keys(self, far_keys: torch.Tensor) -> None:
+    def add_far_keys(self, far_keys: Slot) -> None:
         """Give the terms of far keys to all kernels that are launched from now on; see delta.py."""
-        self.inputs, self.specialization = self.inputs._replace(far_keys=strided(far_keys)), None
+        self.inputs = self.inputs._replace(far_keys=far_keys.strided)
+
+    def tile(self, kernel: str, config: TileConfig | None = None) -> TileConfig:
+        """Return the configuration for one of KERNELS: the given one, if it is valid, or else the one selected for this call."""
+        if config is None:
+            self.plan.selected[kernel] = self.conditions
+            return self.plan.key.surroundings.tables.select(kernel, self.conditions)
+        if reason := config.why_invalid(self.arch, self.coverage != "no table", kernel):
+            raise ValueError(f"{config} is not valid for {kernel} on {self.arch}: {reason}")
+        return config
+
+    def kernel_tile(self, kernel: str, config: TileConfig) -> TileConstants:
+        """Return the constants that a kernel is compiled with."""
+        constants = self.tile_constants
+        # Kernels that read dS by relative position need the rows of a clamped table, and nothing beyond.
+        coverage = "zero" if self.coverage == "clamp" and kernel in ("stored_dq", "dtable") else self.coverage
+        # A loop over the keys can carry what belongs to its queries, one over the queries what belongs to its keys.
+        carry, key_carry = (config.carry, None) if kernel in ("forward", "dq") else (None, config.carry)
+        config_constants: dict[str, Any] = {
+            "block_m": config.block_m,
+            "block_n": config.block_n,
+            "rotation": config.rotation,
+            "warps": config.num_warps,
+            "carry": carry,
+            "coverage": coverage,
+        }
+        value_tile, key_tile = constants.value_tile, constants.key_tile
+        assert value_tile is not None
+        if key_tile is not None:
+            in_registers = config.rotation != "gather" and config.block_n % (16 * config.num_warps) == 0
+            of_keys = {"block_m": config.block_n, "rotation": "registers" if in_registers else "gather", "carry": key_carry}
+            key_tile = key_tile._replace(**config_constants | of_keys)
+        return constants._replace(**config_constants, value_tile=value_tile._replace(**config_constants), key_tile=key_tile)
 
     def launch(self, name: str, kernel: Any, config: TileConfig, programs: tuple[int, ...], **arguments: Any) -> None:
-        """Launch one of KERNELS, in so many programs, with the arguments that all kernels share. OutOfResources: a configuration
-        that was asked for does not fit the GPU; one that was selected is replaced (selection.until_it_fits)."""
-        options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        if config.max_registers is not None:
-            options["maxnreg"] = config.max_registers
+        """Launch one of KERNELS, in so many programs, with the arguments that all kernels share."""
         shared = {
             "inputs": self.inputs,
             "common": self.common,
             "num_heads": self.heads,
             "SHAPE": self.shape,
-            "TILE": kernel_tile(self.constants, config, name),
+            "TILE": self.kernel_tile(name, config),
             **self.limits,
         }
-        if self.specialization is None:
-            self.specialization = specialization(self._tensors())
-        try:
-            launch(kernel, programs, shared, arguments, options, self.constants.compiled, (name, config, self.specialization))
-        except OutOfResources as error:
-            if name not in self.selected:
-                raise
-            selection.take_smaller(name, self.arch, self.kind, self.selected[name], error)
+        self.plan.launch(name, kernel, config, programs, shared | arguments)
 
-    def _tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """Return the tensors of inputs and common. All else of these is in CallConstants, or no kernel is compiled for it."""
-        sequences, dropout = self.common.sequences, self.common.dropout
-        operands = (None if pair is None else pair[0] for pair in self.inputs)
-        vectors = (sequences.query_offsets, sequences.key_lengths, sequences.cu_seqlens_q, sequences.cu_seqlens_k)
-        return (*operands, *vectors, dropout.seed, dropout.origins)
 
-    def tile(self, kernel: str, config: TileConfig | None = None) -> TileConfig:
-        """Return the configuration for one of KERNELS: the given one, if it is valid, or else the one selected for this call."""
-        if config is None:
-            config = self.selected[kernel] = selection.select(kernel, self.arch, self.kind, self.length)
-            return config
-        if reason := config.why_invalid(self.arch, self.coverage != "no table", kernel):
-            raise ValueError(f"{config} is not valid for {kernel} on {self.arch}: {reason}")
-        return config
+def call_of(tensors: AttentionTensors, spec: AttentionSpec, arch: str | None = None) -> Call:
+    """Describe a call on its GPU or on another; its tensors may be on "meta"."""
+    plan = described(tensors, arch)
+    return Call(plan, AttentionTensors(*plan.given), spec)

@@ -13,14 +13,13 @@ With a clamped table there are also the terms of keys beyond its ends, with its 
 they add to scores and to dP, and with rel_p2c of each key those of the key itself, for the forward as well (far_keys_kernel).
 """
 
-import torch
 import triton
 import triton.language as tl
 
 from .call import Call, cdiv
 from .config.tile_config import TileConfig
 from .logits import key_table, score_table, value_table
-from .operands import strided
+from .plan import Slot
 from .tile.addressing import head_matrix, load_rows, row_vector, store_past_future
 from .tile.masking import exists, locate
 from .tile.scores import lane_consistent
@@ -132,11 +131,11 @@ def far_keys_kernel(inputs, far_keys, common, first, last, num_heads, SHAPE: tl.
     store_past_future(far_keys, place.entry, head, place.key_start, offs_n, valid_n, past, future)
 
 
-def launch_far_keys(call: Call, key: torch.Tensor) -> None:
+def launch_far_keys(call: Call, key: Slot) -> None:
     """Launch far_keys_kernel if there may be keys beyond a clamped rel_p2c, and give its results to the call's kernels."""
     if call.inputs.rel_p2c is None or call.coverage != "clamp":
         return
-    far_keys = key.new_empty(key.shape[0], call.heads, 2, key.shape[2], dtype=torch.float32)
-    programs = cdiv(call.common.sequences.max_seqlen_k, CONFIG.block_n) * call.num_sequences * call.heads
-    call.launch("far_keys", far_keys_kernel, CONFIG, (programs,), far_keys=strided(far_keys))
+    far_keys = call.plan.temporary((key.shape[0], call.heads, 2, key.shape[2]))
+    programs = cdiv(call.spec.max_seqlen_k, CONFIG.block_n) * call.num_sequences * call.heads
+    call.launch("far_keys", far_keys_kernel, CONFIG, (programs,), far_keys=far_keys.strided)
     call.add_far_keys(far_keys)

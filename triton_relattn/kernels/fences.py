@@ -14,7 +14,8 @@ from typing import Any
 import triton
 from triton import knobs
 from triton.runtime.driver import driver
-from triton.runtime.jit import JITFunction
+
+from . import kernels_are_interpreted
 
 LACKS_FENCES = tuple(map(int, re.findall(r"\d+", triton.__version__)[:3])) < (3, 7, 1)
 MARK = "--warn-on-spills"
@@ -28,16 +29,16 @@ def with_fences(ptx: str) -> str:
     return ptx.replace(WGMMA, f"fence.proxy.async.shared::cta;\n\t{WGMMA}")
 
 
-def compile_options(kernel: Any) -> dict[str, str]:
-    """Return options to compile a kernel with: those that make sure of its fences where Triton does not, else none."""
-    if not LACKS_FENCES or not isinstance(kernel, JITFunction):  # an interpreted kernel has no GPU
-        return {}
+def ptx_options() -> str | None:
+    """Return options of ptxas to compile kernels with: those that make sure of their fences where Triton does not; else None."""
+    if not LACKS_FENCES or kernels_are_interpreted():  # an interpreted kernel has no GPU
+        return None
     target = driver.active.get_current_target()
     if (target.backend, target.arch) != ("cuda", 90):
-        return {}
+        return None
     _extend_pipeline()
     given = knobs.nvidia.ptxas_options
-    return {"ptx_options": f"{given} {MARK}" if given else MARK}
+    return f"{given} {MARK}" if given else MARK
 
 
 def _extend_pipeline() -> None:

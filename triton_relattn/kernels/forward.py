@@ -4,14 +4,13 @@ import torch
 import triton
 import triton.language as tl
 
-from .._core.dtypes import new_like
 from .._core.spec import AttentionSpec, AttentionTensors
 from .call import Call, cdiv
-from .config.selection import until_it_fits
 from .config.tile_config import TileConfig
 from .delta import RESIDUAL_SCALE, launch_far_keys
 from .logits import Keys, Queries, key_table, relative_terms, score_table, tile_logits, value_table
-from .operands import strided, with_aligned_operands, with_positive_scale
+from .operands import new_like, strided, with_aligned_operands, with_positive_scale
+from .plan import Key, Plan, find
 from .splits import launch_merge, num_key_splits, split_range
 from .tile.addressing import head_matrix, key_order, load_queries, load_rows, row_vector, store_past_future, store_rows
 from .tile.band import add_tile, blocks_before
@@ -52,9 +51,9 @@ def forward_kernel(
 
     For each tile of keys: its logits (logits.py), online softmax, dropout, and the product with the values.
 
-    Grid: (query blocks * batch * heads,), query blocks fastest. SPLITS_KEYS: program_id(1) has one share of the keys, and
-    stores partial results as those of head ``head + program_id(1) * num_heads``; merge_kernel combines them. lses is None then.
-    residuals, [B, H, Nq, Dv] or None: what rounding takes from out; see delta.py.
+    Grid: (query blocks * batch * heads,), query blocks fastest. SPLITS_KEYS: program_id(1) has one share of the keys, and stores
+    partial results as those of head ``head + program_id(1) * num_heads``; merge_kernel combines them. lses, which may
+    be None, is None then. residuals, [B, H, Nq, Dv] or None: what rounding takes from out; see delta.py.
     """
     VALUE_TILE: tl.constexpr = TILE.value_tile
     row_start, head, place = locate_queries(common.sequences, common.window, num_heads, TILE.block_m)
@@ -170,38 +169,50 @@ def forward_kernel(
         store_rows(residuals, row_start, tile_m, valid_m, residual * RESIDUAL_SCALE, SHAPE.value_dim, SHAPE.block_dv)
     # lse = ln(sum of exp(logits)), and for the backward the maximum and the sum apart
     log_sum = tl.log2(row_sum)
-    if not SPLITS_KEYS:
+    if lses is not None:
         lse = row_vector(lses, place.entry, head, place.query_start)
         tl.store(lse + offs_m, row_max * (scale * LN_2) + log_sum * LN_2, mask=valid_m)
+    if not SPLITS_KEYS:
         row_max = tl.where(row_max == -float("inf"), 0.0, row_max)
     store_past_future(softmax_stats, place.entry, out_head, place.query_start, offs_m, valid_m, row_max, log_sum)
 
 
-@until_it_fits
 def forward(
     tensors: AttentionTensors, spec: AttentionSpec, config: TileConfig | None = None, keeps_residual: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return out (B, H, Nq, Dv) in query's memory order and dtype, lse (B, H, Nq) float32, and for the backward the statistics,
-    (B, H, 2, Nq), and the residual of out, None unless it is to be kept; see delta.py. The statistics are each query's maximum
-    and the logarithm of its sum of exponentials; lse, both in one number, has no digits left for the sum of large logits."""
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+    """Return out (B, H, Nq, Dv) in query's memory order and dtype, lse (B, H, Nq) float32, None without spec.with_lse, and for
+    the backward the statistics, (B, H, 2, Nq), and the residual of out, None unless it is to be kept; see delta.py. The
+    statistics are each query's maximum and the logarithm of its sum of exponentials; lse, both in one number, has no digits left
+    for the sum of large logits."""
+    return find(plan_forward, tensors, (spec, config, keeps_residual))(*tensors)  # type: ignore[return-value]
+
+
+def prepared(tensors: AttentionTensors, spec: AttentionSpec, keeps_residual: bool) -> Plan:
+    """Return the plan of calls like this one, a function of the tensors one by one that returns what forward does."""
+    return find(plan_forward, tensors, (spec, None, keeps_residual))
+
+
+def plan_forward(key: Key) -> Plan:
+    """Decide how to compute what forward returns."""
+    plan = Plan(key)
+    tensors, (spec, config, keeps_residual) = AttentionTensors(*plan.given), key.options
     query = tensors.query
-    heads, seqlen_q = query.shape[1:3]
-    out = new_like(query, tensors.value.shape[-1])
-    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-    softmax_stats = query.new_empty(query.shape[0], heads, 2, seqlen_q, dtype=torch.float32)
-    residual = torch.empty_like(out) if keeps_residual else None
+    entries, heads, num_queries, _ = query.shape
+    out = new_like(plan, query, tensors.value.shape[3])
+    lse = plan.new((entries, heads, num_queries), torch.float32) if spec.with_lse else None
+    softmax_stats = plan.new((entries, heads, 2, num_queries), torch.float32)
+    residual = plan.new(out.shape, out.dtype, out.strides) if keeps_residual else None
     if out.numel() > 0:
-        tensors, spec = with_positive_scale(tensors, spec)
-        tensors = with_aligned_operands(tensors)
-        call = Call(tensors, spec)
+        tensors, spec = with_positive_scale(plan, tensors, spec)
+        call = Call(plan, with_aligned_operands(plan, tensors), spec)
         launch_far_keys(call, tensors.key)
         tile = call.tile("forward", config)
         programs = cdiv(spec.max_seqlen_q, tile.block_m) * call.num_sequences * heads
-        splits = 1 if keeps_residual else num_key_splits(spec, tile, programs, query.device)
+        splits = 1 if keeps_residual else num_key_splits(call, tile, programs)
         results, grid = (out, lse, softmax_stats, residual), (programs,)
         if splits > 1:
-            parts = query.new_empty(query.shape[0], splits * heads, seqlen_q, out.shape[3], dtype=torch.float32)
-            part_statistics = query.new_empty(query.shape[0], splits * heads, 2, seqlen_q, dtype=torch.float32)
+            parts = plan.temporary((entries, splits * heads, num_queries, out.shape[3]))
+            part_statistics = plan.temporary((entries, splits * heads, 2, num_queries))
             results, grid = (parts, None, part_statistics, None), (programs, splits)
         outs, lses, all_statistics, residuals = map(strided, results)
         call.launch(
@@ -217,4 +228,4 @@ def forward(
         )
         if splits > 1:
             launch_merge(call, parts, part_statistics, out, lse, softmax_stats)
-    return out, lse, softmax_stats, residual
+    return plan.compile(out, lse, softmax_stats, residual)

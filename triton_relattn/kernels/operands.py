@@ -2,82 +2,89 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from .._core.spec import AttentionSpec, AttentionTensors
 from .config import architectures
 from .config.tile_config import MAX_BLOCK
+from .plan import ALIGNMENT, Plan, Slot, contiguous_strides
 
-Strided = tuple[torch.Tensor, tuple[int, ...]]
-Extent = tuple[torch.Size, tuple[int, ...]] | None  # shape and strides of a tensor
+Strided = tuple[Slot, tuple[int, ...]]
 MATRICES = ("query", "key", "value", "rel_query", "rel_key", "rel_value", "rel_p2c")
 """Names of the tensors that enter matrix products."""
 
 
-def with_positive_scale(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[AttentionTensors, AttentionSpec]:
+def with_positive_scale(plan: Plan, tensors: AttentionTensors, spec: AttentionSpec) -> tuple[AttentionTensors, AttentionSpec]:
     """Make a negative scale positive by negating the query, which is exact; rel_key keeps the old one, which becomes
     rel_query."""
     if spec.scale >= 0:
         return tensors, spec
     rel_query = tensors.query if tensors.rel_query is None and tensors.rel_key is not None else tensors.rel_query
-    return tensors._replace(query=-tensors.query, rel_query=rel_query), spec._replace(scale=-spec.scale)
+    negated = plan.copied(tensors.query)
+    plan.prepare(torch.Tensor.neg_, negated)
+    return tensors._replace(query=negated, rel_query=rel_query), spec._replace(scale=-spec.scale)
 
 
-@functools.lru_cache(maxsize=1024)
-def has_aligned_rows(strides: tuple[int, ...]) -> bool:
-    """Return whether rows of 16-bit numbers begin at multiples of 16 bytes for all that Triton knows, if the first one does."""
-    *others, step = strides
-    return step == 1 and not any(stride % 16 for stride in others)
+def aligned(plan: Plan, tensor: Slot, dtype: torch.dtype) -> Slot:
+    """Copy an operand of matrix products that is in another dtype, or cannot be loaded 16 bytes at a time; return others as they
+    are.
 
-
-def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy an operand of matrix products if it cannot be loaded 16 bytes at a time; return other operands as they are.
-
-    Only 16-bit operands on NVIDIA GPUs are copied: those whose numbers do not lie side by side, or whose rows Triton does not
-    know to begin at multiples of 16 bytes. The copy takes less time than loads of 2 bytes. Above all, such loads are not safe on
-    Hopper (sm_90): if one operand in a loop is loaded by cp.async, and another cannot be because it is loaded less than 4 bytes
-    at a time, Triton 3.7.1 leaves out the fence between the cp.async and the wgmma that reads its data. tools/emulator shows
-    that, and tells when it is mended.
+    For alignment only 16-bit operands on NVIDIA GPUs are copied: those whose numbers do not lie side by side, or whose rows
+    Triton does not know to begin at multiples of 16 bytes. The copy takes less time than loads of 2 bytes. Above all, such loads
+    are not safe on Hopper (sm_90): if one operand in a loop is loaded by cp.async, and another cannot be because it is loaded
+    less than 4 bytes at a time, Triton 3.7.1 leaves out the fence between the cp.async and the wgmma that reads its data.
+    tools/emulator shows that, and tells when it is mended.
     """
-    if tensor.data_ptr() % 16 == 0 and has_aligned_rows(tensor.stride()):
-        return tensor
-    unit = architectures.architecture_of(architectures.architecture(tensor.device)).unit
-    if tensor.element_size() != 2 or unit in ("mfma", "interpreter"):
+    *others, step = tensor.strides
+    is_aligned = tensor.alignment % ALIGNMENT == 0 and step == 1 and not any(stride % 16 for stride in others)
+    unit = architectures.architecture_of(plan.key.surroundings.arch).unit
+    if tensor.dtype == dtype and (is_aligned or dtype.itemsize != 2 or unit in ("mfma", "interpreter")):
         return tensor
     *sizes, width = tensor.shape
-    return tensor.new_empty(*sizes, -(-width // 16) * 16)[..., :width].copy_(tensor)
+    strides, row = [1], -(-width // 16) * 16
+    for size in reversed(sizes):
+        strides.insert(0, row)
+        row *= max(size, 1)
+    return plan.copied(tensor, strides, dtype)
 
 
-def with_aligned_operands(tensors: AttentionTensors) -> AttentionTensors:
+def with_aligned_operands(plan: Plan, tensors: AttentionTensors) -> AttentionTensors:
     """Return the tensors of a call with the operands of its matrix products aligned, and in the dtype of query."""
-    moved = {}
-    for name in MATRICES:
-        operand = getattr(tensors, name)
-        if operand is not None and (new := aligned(operand.to(tensors.query.dtype))) is not operand:
-            moved[name] = new
-    return tensors._replace(**moved) if moved else tensors
+    given = {name: operand for name in MATRICES if (operand := getattr(tensors, name)) is not None}
+    return tensors._replace(**{name: aligned(plan, operand, tensors.query.dtype) for name, operand in given.items()})
 
 
-def contiguous(vector: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a vector as the kernels take it: its elements side by side."""
-    return None if vector is None else vector.contiguous()
+def contiguous(plan: Plan, tensor: Slot | None) -> Slot | None:
+    """Return a tensor as kernels take those without strides: its elements side by side."""
+    if tensor is None:
+        return None
+    step = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.strides), strict=True):
+        if size != 1 and stride != step:
+            return plan.copied(tensor)
+        step *= size
+    return tensor
 
 
-def strided(tensor: torch.Tensor | None) -> Strided | None:
+def new_like(plan: Plan, tensor: Slot, width: int | None = None) -> Slot:
+    """Allocate a tensor like another in shape, dtype and memory order, (B, N, H, width) or (B, H, N, width); tables are
+    contiguous. width: in place of the last size."""
+    shape = (*tensor.shape[:-1], tensor.shape[-1] if width is None else width)
+    if len(shape) < 4 or tensor.strides[1] >= tensor.strides[2]:
+        return plan.new(shape, tensor.dtype)
+    batch, heads, length, width = shape
+    by_batch, by_row, by_head, step = contiguous_strides((batch, length, heads, width))
+    return plan.new(shape, tensor.dtype, (by_batch, by_head, by_row, step))
+
+
+def strided(tensor: Slot | None) -> Strided | None:
     """Return a tensor as the kernels take it, with its strides."""
-    return None if tensor is None else (tensor, tensor.stride())
+    return None if tensor is None else tensor.strided
 
 
-def extent(tensor: torch.Tensor | None) -> Extent:
-    """Return the shape and the strides of a tensor."""
-    return None if tensor is None else (tensor.shape, tensor.stride())
-
-
-def per_head(strides: tuple[int, ...] | None, rank: int) -> tuple[int, ...] | None:
+def per_head(strides: tuple[int, ...], rank: int) -> tuple[int, ...]:
     """Return the strides of a table as of (1, heads, R, ...): 0 between heads that share it. rank: its dimensions if shared."""
-    return None if strides is None else (0,) * (2 + rank - len(strides)) + strides
+    return (0,) * (2 + rank - len(strides)) + strides
 
 
 def needs_wide_index(shape: tuple[int, ...], strides: tuple[int, ...], rows: int = MAX_BLOCK) -> bool:

@@ -4,17 +4,13 @@ Without that, a step of decoding would keep no more than one multiprocessor busy
 "Flash-Decoding", 2023).
 """
 
-import torch
 import triton
 import triton.language as tl
 
-from .._core.spec import AttentionSpec
 from .call import Call, cdiv
-from .config import architectures
 from .config.tile_config import TileConfig
-from .fences import compile_options
-from .launching import LAUNCH_OPTIONS
 from .operands import strided
+from .plan import Slot
 from .tile.addressing import head_matrix, load_rows, row_vector, side_vector, store_past_future, store_rows
 from .tile.scores import LN_2, exponent_scale
 
@@ -50,7 +46,8 @@ def merge_kernel(
     BLOCK_WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Merge out [B, splits * H, Nq, Dv] and softmax_stats [B, splits * H, 2, Nq] of the splits into out, lse and softmax_stats.
+    """Merge out [B, splits * H, Nq, Dv] and softmax_stats [B, splits * H, 2, Nq] of the splits into out, lse, which may be None,
+    and softmax_stats.
 
     Grid: (batch * query blocks, heads).
     """
@@ -80,46 +77,39 @@ def merge_kernel(
     total = tl.where(total == 0.0, 1.0, total)
     store_rows(head_matrix(outs, entry, head, 0, True), row_start, tile_m, valid_m, acc / total[:, None], WIDTH, BLOCK_WIDTH)
     log_sum = tl.log2(total)
-    lse = row_max * (scale * LN_2) + log_sum * LN_2
-    tl.store(row_vector(lses, entry, head, 0) + offs_m, lse, mask=valid_m)
+    if lses is not None:
+        tl.store(row_vector(lses, entry, head, 0) + offs_m, row_max * (scale * LN_2) + log_sum * LN_2, mask=valid_m)
     store_past_future(softmax_stats, entry, head, 0, offs_m, valid_m, shift, log_sum)
 
 
-def num_key_splits(spec: AttentionSpec, tile: TileConfig, programs: int, device: torch.device) -> int:
+def num_key_splits(call: Call, tile: TileConfig, programs: int) -> int:
     """Return how many programs share the keys of a block of queries: more than one if all queries of a head are one block, and
     multiprocessors are left beside ``programs``."""
+    spec = call.spec
     if spec.max_seqlen_q > tile.block_m:
         return 1
     keys = spec.max_seqlen_k
     if spec.window_left >= 0 and spec.window_right >= 0:
         keys = min(keys, spec.window_left + spec.window_right + tile.block_m)
-    return max(1, min(architectures.multiprocessors(device) // programs, keys // LEAST_KEYS))
+    return max(1, min(call.plan.key.surroundings.multiprocessors // programs, keys // LEAST_KEYS))
 
 
-def launch_merge(
-    call: Call,
-    parts: torch.Tensor,
-    part_statistics: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    softmax_stats: torch.Tensor,
-) -> None:
+def launch_merge(call: Call, parts: Slot, part_statistics: Slot, out: Slot, lse: Slot | None, softmax_stats: Slot) -> None:
     """Launch merge_kernel; see there."""
     entries, heads, queries, _ = out.shape
-    merge_kernel[entries * cdiv(queries, BLOCK_M), heads](
-        parts=strided(parts),
-        part_statistics=strided(part_statistics),
-        outs=strided(out),
-        lses=strided(lse),
-        softmax_stats=strided(softmax_stats),
-        scaling=call.common.scaling,
-        mask=call.inputs.attn_mask,
-        splits=parts.shape[1] // heads,
-        num_heads=heads,
-        num_queries=queries,
-        WIDTH=call.shape.value_dim,
-        BLOCK_WIDTH=call.shape.block_dv,
-        BLOCK_M=BLOCK_M,
-        **compile_options(merge_kernel),
-        **LAUNCH_OPTIONS,
-    )
+    arguments = {
+        "parts": parts.strided,
+        "part_statistics": part_statistics.strided,
+        "outs": out.strided,
+        "lses": strided(lse),
+        "softmax_stats": softmax_stats.strided,
+        "scaling": call.common.scaling,
+        "mask": call.inputs.attn_mask,
+        "splits": parts.shape[1] // heads,
+        "num_heads": heads,
+        "num_queries": queries,
+        "WIDTH": call.shape.value_dim,
+        "BLOCK_WIDTH": call.shape.block_dv,
+        "BLOCK_M": BLOCK_M,
+    }
+    call.plan.launch("merge", merge_kernel, None, (entries * cdiv(queries, BLOCK_M), heads), arguments)

@@ -26,7 +26,7 @@ from .._core.dtypes import keeps_residual
 from .._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from . import kernels_are_interpreted
 from .backward import backward
-from .call import Call
+from .call import call_of
 from .config import architectures, selection
 from .config.tile_config import KERNELS, TileConfig, candidates
 from .forward import forward
@@ -101,7 +101,7 @@ def tune(
     found = []
     with torch.no_grad():
         tensors, spec = validation.resolve(Arguments(query, key, value, rel_key, **arguments))
-        for kernel in kernels_of(tensors, Call(tensors, spec).coverage):
+        for kernel in kernels_of(tensors, call_of(tensors, spec).coverage):
             found.append(_tune(kernel, tensors, spec, most, path))
             if report is not None:
                 report(found[-1])
@@ -130,8 +130,8 @@ def kernels_of(tensors: AttentionTensors, coverage: str) -> list[str]:
 
 def _tune(kernel: str, tensors: AttentionTensors, spec: AttentionSpec, most: int, path: Path) -> Tuned:
     """Find the best configuration of a kernel, and save it."""
-    call = Call(tensors, spec)
-    default = selection.select(kernel, call.arch, call.kind)
+    call = call_of(tensors, spec)
+    default = selection.tables(call.arch).select(kernel, call.conditions, with_profile=False)
     saved = run_forward(tensors, spec)
     run = partial(run_kernel, kernel, tensors, spec, torch.randn_like(saved[0]), saved)
     expected = run(default)
@@ -141,8 +141,8 @@ def _tune(kernel: str, tensors: AttentionTensors, spec: AttentionSpec, most: int
     best = min(range(len(times)), key=times.__getitem__)
     if times[best] >= (1 - LEAST_GAIN) * times[0]:
         best = 0
-    kind = call.kind._replace(kernel=kernel, length=str(selection.length_bucket(call.length)))
-    save(path, call.arch, selection.Row(kind, tiles[best], times[best], times[0]), _provenance(tensors.query.device))
+    row = selection.row_of({"kernel": kernel, **call.conditions}, tiles[best], times[best], times[0])
+    save(path, call.arch, row, _provenance(tensors.query.device))
     selection.forget()
     return Tuned(kernel, default, tiles[best], times[0], times[best], len(tiles))
 
@@ -224,10 +224,12 @@ def save(path: Path, arch: str, row: selection.Row, comment: str) -> None:
     """Put a row at the top of a profile, in place of one of its kind, and this comment. The file is replaced in one step, for the
     processes that read it. ValueError: selection.load would not take the row."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    others = [other for other in selection.load(path, arch) if other.kind != row.kind]
+    others = [other for other in selection.load(path, arch) if any(other[name] != row[name] for name in selection.CONDITIONS)]
     text = io.StringIO()
     text.write(f"# {comment}\n")
-    csv.writer(text, lineterminator="\n").writerows([selection.COLUMNS, row.cells(), *(other.cells() for other in others)])
+    table = csv.DictWriter(text, selection.COLUMNS, lineterminator="\n")
+    table.writeheader()
+    table.writerows([row, *others])
     content = text.getvalue().encode()
     selection.parse(content, arch)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")

@@ -92,9 +92,9 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def input_precision(dtype: torch.dtype, arch: str) -> str:
-    """Return "ieee" or "tf32", the precision of float32 products, by torch.set_float32_matmul_precision."""
-    if dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest":
+def input_precision(dtype: torch.dtype, arch: str, float32_precision: str) -> str:
+    """Return "ieee" or "tf32", the precision of float32 products, by torch.get_float32_matmul_precision()."""
+    if dtype != torch.float32 or float32_precision == "highest":
         return "ieee"
     return "tf32" if architecture_of(arch).has_tf32 else "ieee"
 

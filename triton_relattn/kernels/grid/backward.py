@@ -8,17 +8,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 
+from ..._core.dtypes import without_autocast
 from ..._core.grids import GridTensors
 from ..call import PerQuery, cdiv
-from ..config.selection import until_it_fits
 from ..config.tile_config import TileConfig
 from ..delta import row_products
-from ..operands import aligned, strided
+from ..operands import aligned, contiguous, strided
+from ..plan import Key, Plan, find
 from ..tile.addressing import head_matrix, load_rows, row_vector, store_rows
 from ..tile.masking import keep_mask, locate, locate_queries
 from ..tile.scores import (
@@ -226,7 +228,6 @@ def grid_dkv_kernel(
         store_rows(d_values, start, rows, valid_n, d_value, SHAPE.value_dim, SHAPE.block_dv)
 
 
-@until_it_fits
 def backward(
     d_out: torch.Tensor,
     out: torch.Tensor,
@@ -239,19 +240,33 @@ def backward(
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of query, key, value, rel_h and rel_w; None for those that are not wanted. tiles: configurations by
     kernel. Memory beside them: per query two numbers, d_query in float32, its terms, and twice as many sums."""
+    given = (d_out, out, softmax_stats, *tensors)
+    options = scale, dropout_p, tuple(needs_grad), frozenset(tiles.items()) if tiles else None
+    return tuple(find(plan_backward, given, options)(*given))
+
+
+def plan_backward(key: Key) -> Plan:
+    """Decide how to compute what backward returns."""
+    plan = Plan(key)
+    (d_out, out, softmax_stats), tensors = plan.given[:3], GridTensors(*plan.given[3:])
+    scale, dropout_p, needs_grad, tiles = key.options
+    assert d_out is not None and out is not None and softmax_stats is not None
+    query = tensors.query
+    gradients = [
+        plan.new(tensor.shape, tensor.dtype) if needed else None for tensor, needed in zip(tensors, needs_grad, strict=False)
+    ]
+    d_query, d_key, d_value, d_rel_h, d_rel_w = gradients
     if d_out.numel() == 0:
-        return tuple(
-            tensor.new_zeros(tensor.shape) if needed else None for tensor, needed in zip(tensors, needs_grad, strict=False)
-        )
-    query, key, value = tensors[:3]
-    d_query = query.new_empty(query.shape, dtype=torch.float32) if needs_grad[0] else None  # gradients of the terms are added
-    d_key = key.new_empty(key.shape) if needs_grad[1] else None
-    d_value = value.new_empty(value.shape) if needs_grad[2] else None
-    d_out = aligned(d_out)
-    call = GridCall(tensors, scale, dropout_p, (out, d_out, d_query))
-    dq_tile, dkv_tile = (call.tile(kernel, (tiles or {}).get(kernel)) for kernel in ("dq", "dkv"))
-    deltas = query.new_empty(query.shape[:3], dtype=torch.float32)
-    per_query = PerQuery(*map(strided, (softmax_stats, deltas)))  # type: ignore[arg-type]
+        for gradient in gradients:
+            if gradient is not None:
+                plan.end(torch.Tensor.zero_, gradient)
+        return plan.compile(*gradients)
+    wide_d_query = None if d_query is None else plan.new(query.shape, torch.float32)  # gradients of the terms are added
+    d_out = aligned(plan, d_out, query.dtype)
+    call = GridCall(plan, tensors, scale, dropout_p, (out, d_out, wide_d_query))
+    dq_tile, dkv_tile = (call.tile(kernel, dict(tiles or ()).get(kernel)) for kernel in ("dq", "dkv"))
+    deltas = plan.temporary(query.shape[:3])
+    per_query = PerQuery(strided(contiguous(plan, softmax_stats)), deltas.strided)  # type: ignore[arg-type]
     sums = call.new_sums(dq_tile.block_n) if needs_grad[0] or needs_grad[3] or needs_grad[4] else None
     if sums is not None or d_key is not None:
         call.launch(
@@ -259,9 +274,9 @@ def backward(
             grid_dq_kernel,
             dq_tile,
             (cdiv(query.shape[2], dq_tile.block_m) * call.num_sequences * call.heads,),
-            outs=strided(out),
-            d_outs=strided(d_out),
-            d_queries=strided(d_query),
+            outs=out.strided,
+            d_outs=d_out.strided,
+            d_queries=strided(wide_d_query),
             sums=None if sums is None else Sums(*map(strided, sums)),
             per_query=per_query,
         )
@@ -271,34 +286,43 @@ def backward(
             grid_dkv_kernel,
             dkv_tile,
             (call.key_tiles(dkv_tile.block_n) * call.num_sequences * call.heads,),
-            d_outs=strided(d_out),
+            d_outs=d_out.strided,
             d_keys=strided(d_key),
             d_values=strided(d_value),
             per_query=per_query,
         )
-    if sums is None:
-        return None, d_key, d_value, None, None
-    if d_query is not None and scale < 0:  # the kernels had the query negated
-        d_query.neg_()
-    d_query, d_rel_h, d_rel_w = _term_gradients(tensors, sums, d_query, needs_grad[3:])
-    return d_query, d_key, d_value, d_rel_h, d_rel_w
+    if wide_d_query is not None and scale < 0:  # the kernels had the query negated
+        plan.end(torch.Tensor.neg_, wide_d_query)
+    if sums is not None:
+        wanted = [slot for slot in (d_query, wide_d_query, d_rel_h, d_rel_w) if slot is not None]
+        which = needs_grad[0], needs_grad[3], needs_grad[4]
+        plan.end(partial(store_term_gradients, which), *sums, query, tensors.rel_h, tensors.rel_w, *wanted)
+    return plan.compile(*gradients)
 
 
-def _term_gradients(
-    tensors: GridTensors, sums: Sums, d_query: torch.Tensor | None, needs_grad: Sequence[bool]
-) -> tuple[torch.Tensor | None, ...]:
-    """Return d_query with the part of the terms, which is added to it, in query's dtype, and the gradients of both tables."""
-    by_place = tensors.by_place(tensors.query).float()
-    height, corrections = tensors.rel_h.shape[1], sums.corrections[:, :, tensors.prefix :]
-    by_strip = (rows.unflatten(2, (-1, height)) for rows in (sums.d_rows, sums.p_rows))
-    d_rows, p_rows = (rows[:, :, 0] if rows.shape[2] == 1 else rows.sum(2) for rows in by_strip)
-    d_rows = d_rows.addcmul_(corrections[:, :, None], p_rows, value=-1).unflatten(3, by_place.shape[2:4])
-    d_columns = sums.d_columns.addcmul_(corrections[..., None], sums.p_columns, value=-1).unflatten(2, by_place.shape[2:4])
-    if d_query is not None:
-        on_grid = tensors.by_place(d_query)
-        on_grid += torch.einsum("bgkyx,ykd->bgyxd", d_rows, tensors.rel_h)
-        on_grid += torch.einsum("bgyxk,xkd->bgyxd", d_columns, tensors.rel_w)
-        d_query = d_query.to(tensors.query.dtype)
-    d_rel_h = torch.einsum("bgkyx,bgyxd->ykd", d_rows, by_place) if needs_grad[0] else None
-    d_rel_w = torch.einsum("bgyxk,bgyxd->xkd", d_columns, by_place) if needs_grad[1] else None
-    return d_query, d_rel_h, d_rel_w
+def store_term_gradients(needs_grad: Sequence[bool], *tensors: torch.Tensor) -> None:
+    """Add the part of the terms to the gradient of the query, and store it in query's dtype; store the gradients of both tables.
+
+    needs_grad: of query and tables. tensors: Sums, query, rel_h, rel_w, then of the gradients those that are wanted: of query, of
+    query in float32 so far, of rel_h, of rel_w.
+    """
+    sums, (query, rel_h, rel_w), gradients = Sums(*tensors[:5]), tensors[5:8], list(tensors[8:])
+    on_grid = GridTensors(query, query, query, rel_h, rel_w)
+    with torch.no_grad(), without_autocast(query.device):
+        by_place = on_grid.by_place(query).float()
+        height, corrections = rel_h.shape[1], sums.corrections[:, :, on_grid.prefix :]
+        by_strip = (rows.unflatten(2, (-1, height)) for rows in (sums.d_rows, sums.p_rows))
+        d_rows, p_rows = (rows[:, :, 0] if rows.shape[2] == 1 else rows.sum(2) for rows in by_strip)
+        d_rows = d_rows.addcmul_(corrections[:, :, None], p_rows, value=-1).unflatten(3, by_place.shape[2:4])
+        d_columns = sums.d_columns.addcmul_(corrections[..., None], sums.p_columns, value=-1).unflatten(2, by_place.shape[2:4])
+        if needs_grad[0]:
+            d_query, wide_d_query = gradients[:2]
+            of_terms = on_grid.by_place(wide_d_query)
+            of_terms += torch.einsum("bgkyx,ykd->bgyxd", d_rows, rel_h)
+            of_terms += torch.einsum("bgyxk,xkd->bgyxd", d_columns, rel_w)
+            d_query.copy_(wide_d_query)
+            del gradients[:2]
+        if needs_grad[1]:
+            gradients.pop(0).copy_(torch.einsum("bgkyx,bgyxd->ykd", d_rows, by_place))
+        if needs_grad[2]:
+            gradients.pop(0).copy_(torch.einsum("bgyxk,bgyxd->xkd", d_columns, by_place))

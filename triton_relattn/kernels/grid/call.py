@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+from ..._core.dtypes import without_autocast
 from ..._core.grids import GridTensors, grid_terms
 from ..._core.spec import AttentionSpec, AttentionTensors
 from ..call import Call, cdiv
 from ..config.tile_config import TileConfig
-from ..operands import strided, with_aligned_operands, with_positive_scale
+from ..operands import with_aligned_operands, with_positive_scale
+from ..plan import Plan, Slot
 from .tile import Cut, Grid
 
 MIN_COLUMNS = 8
@@ -28,7 +30,6 @@ class Sums(NamedTuple):
     corrections: Any  # (B, H, N): exact delta less the rounded one
 
 
-@functools.lru_cache(maxsize=1024)
 def best_cut(height: int, width: int, prefix: int, block_n: int) -> Cut:
     """Return how tiles of block_n keys cut a grid: into the fewest tiles, and of such cuts into the widest strips."""
     widths = (MIN_COLUMNS << power for power in range((block_n // MIN_COLUMNS).bit_length()))
@@ -37,29 +38,42 @@ def best_cut(height: int, width: int, prefix: int, block_n: int) -> Cut:
     return Cut(columns, lines, prefix == width % columns == height % lines == 0)
 
 
+def store_terms(
+    unit: float,
+    row_terms: torch.Tensor,
+    column_terms: torch.Tensor,
+    query: torch.Tensor,
+    rel_h: torch.Tensor,
+    rel_w: torch.Tensor,
+) -> None:
+    """Compute the terms of the queries on the grid, times unit, in float32 whatever the inputs: by row (B, H, height, queries on
+    the grid), by column (B, H, queries on the grid, width)."""
+    with torch.no_grad(), without_autocast(query.device):  # the products are torch's
+        by_place = GridTensors(query, query, query, rel_h, rel_w).by_place(query).float()
+        by_row, by_column = grid_terms(by_place, unit * rel_h, unit * rel_w)
+        row_terms.copy_(by_row.permute(0, 1, 4, 2, 3).flatten(3))
+        column_terms.copy_(by_column.flatten(2, 3))
+
+
 class GridCall(Call):
     """One call. Its kernels get ``key_grid``, tile.Grid, and its CUT, in place of a table's limits."""
 
     def __init__(
-        self,
-        tensors: GridTensors,
-        scale: float,
-        dropout_p: float,
-        others: Iterable[torch.Tensor | None] = (),
-        arch: str | None = None,
+        self, plan: Plan, tensors: GridTensors, scale: float, dropout_p: float, others: Iterable[Slot | None] = ()
     ) -> None:
-        """Collect the arguments of a call, as Call does, and compute the terms: in float32, whatever the inputs."""
+        """Collect the arguments of a call, as Call does, and compute the terms."""
         query, key, value, rel_h, rel_w, seed, origins = tensors
         spec = AttentionSpec(scale, 1.0, 0, 0, False, -1, -1, 0, query.shape[2], key.shape[2], dropout_p=dropout_p)
         operands = AttentionTensors(query, key, value, dropout_seed=seed, dropout_origins=origins)
-        operands, spec = with_positive_scale(operands, spec)
-        super().__init__(with_aligned_operands(operands), spec, others, arch)
-        self.kind, self.limits = self.kind._replace(term_set="grid"), {}
+        operands, spec = with_positive_scale(plan, operands, spec)
+        super().__init__(plan, with_aligned_operands(plan, operands), spec, others, "grid")
+        self.limits = {}
         self.prefix, self.height, self.width = tensors.prefix, rel_h.shape[1], rel_w.shape[1]
+        batch, heads, num_queries, _ = query.shape
+        self.row_terms = plan.new((batch, heads, self.height, num_queries - self.prefix), torch.float32)
+        self.column_terms = plan.new((batch, heads, num_queries - self.prefix, self.width), torch.float32)
         unit = -self.common.scaling.bias_scale  # negated: see tile.py
-        row_terms, column_terms = grid_terms(tensors.by_place(query).float(), unit * rel_h, unit * rel_w)
-        self.row_terms = row_terms.permute(0, 1, 4, 2, 3).flatten(3).contiguous()
-        self.column_terms = column_terms.flatten(2, 3).contiguous()
+        plan.prepare(partial(store_terms, unit), self.row_terms, self.column_terms, query, rel_h, rel_w)
 
     def cut(self, block_n: int) -> Cut:
         """Return how tiles of block_n keys cut the grid."""
@@ -80,14 +94,14 @@ class GridCall(Call):
         batch, heads, height, on_grid = self.row_terms.shape
         shapes = (batch, heads, self.strips(block_n) * height, on_grid), self.column_terms.shape
         probs_dtype = torch.float32 if query.dtype == torch.float32 else torch.float16
-        tensors = (query.new_empty(shape, dtype=dtype) for dtype in (torch.float32, probs_dtype) for shape in shapes)
-        return Sums(*tensors, query.new_empty(query.shape[:3], dtype=torch.float32))
+        slots = (self.plan.new(shape, dtype) for dtype in (torch.float32, probs_dtype) for shape in shapes)
+        return Sums(*slots, self.plan.new(query.shape[:3], torch.float32))
 
     def launch(self, name: str, kernel: Any, config: TileConfig, programs: tuple[int, ...], **arguments: Any) -> None:
         """Launch a kernel of attention on a grid; see Call.launch."""
         grid = Grid(
-            strided(self.row_terms),
-            strided(self.column_terms),
+            self.row_terms.strided,
+            self.column_terms.strided,
             self.height,
             self.width,
             self.prefix or None,

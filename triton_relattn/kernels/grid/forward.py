@@ -6,9 +6,8 @@ import triton.language as tl
 
 from ..._core.grids import GridTensors
 from ..call import cdiv
-from ..config.selection import until_it_fits
 from ..config.tile_config import TileConfig
-from ..operands import strided
+from ..plan import Key, Plan, find
 from ..tile.addressing import head_matrix, load_rows, store_past_future, store_rows
 from ..tile.masking import keep_mask, locate_queries
 from ..tile.scores import exponent_scale, settled, softmax_update, tile_scores
@@ -70,17 +69,21 @@ def grid_forward_kernel(
     store_past_future(softmax_stats, place.entry, head, place.query_start, offs_m, valid_m, row_max, tl.log2(row_sum))
 
 
-@until_it_fits
-def forward(
-    tensors: GridTensors, scale: float, dropout_p: float, config: TileConfig | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(tensors: GridTensors, scale: float, dropout_p: float, config: TileConfig | None = None) -> list[torch.Tensor | None]:
     """Return out (B, H, Nq, Dv) in query's dtype, and statistics for the backward as forward.forward has them."""
+    return find(plan_forward, tensors, (scale, dropout_p, config))(*tensors)
+
+
+def plan_forward(key: Key) -> Plan:
+    """Decide how to compute what forward returns."""
+    plan = Plan(key)
+    tensors, (scale, dropout_p, config) = GridTensors(*plan.given), key.options
     query = tensors.query
-    out = query.new_empty(*query.shape[:3], tensors.value.shape[3])
-    softmax_stats = query.new_empty(*query.shape[:2], 2, query.shape[2], dtype=torch.float32)
+    out = plan.new((*query.shape[:3], tensors.value.shape[3]), query.dtype)
+    softmax_stats = plan.new((*query.shape[:2], 2, query.shape[2]), torch.float32)
     if out.numel() > 0:
-        call = GridCall(tensors, scale, dropout_p, (out,))
+        call = GridCall(plan, tensors, scale, dropout_p, (out,))
         tile = call.tile("forward", config)
         programs = cdiv(query.shape[2], tile.block_m) * call.num_sequences * call.heads
-        call.launch("forward", grid_forward_kernel, tile, (programs,), outs=strided(out), softmax_stats=strided(softmax_stats))
-    return out, softmax_stats
+        call.launch("forward", grid_forward_kernel, tile, (programs,), outs=out.strided, softmax_stats=softmax_stats.strided)
+    return plan.compile(out, softmax_stats)

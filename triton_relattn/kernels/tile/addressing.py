@@ -61,6 +61,26 @@ def store_past_future(tensor, entry, head, first_row, offsets, valid, past, futu
 
 
 @triton.jit
+def store_end_rows(ends, head, sequence, block, past, future, vectors, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    """Store the sums over a block's queries or keys of past [M] and of future [M], times vectors [M, WIDTH], as the two rows of
+    the block in ends (H, sequences, blocks, 2, WIDTH). vectors None: without them, WIDTH is 1."""
+    strides = ends[1]
+    rows = ends[0] + tl.cast(head, tl.int64) * strides[0] + tl.cast(sequence, tl.int64) * strides[1] + block * strides[2]
+    if vectors is None:
+        tl.store(rows, tl.sum(past, axis=0))
+        tl.store(rows + 1, tl.sum(future, axis=0))
+    else:
+        columns = tl.arange(0, BLOCK_WIDTH)
+        for SIDE in tl.static_range(2):
+            sums = past if SIDE == 0 else future
+            # What no pair has met may be NaN.
+            row = tl.sum(tl.where(sums[:, None] == 0.0, 0.0, sums[:, None] * vectors.to(tl.float32)), axis=0)
+            # Copies of a sum may differ, as in scores.lane_consistent.
+            row = tl.max(tl.broadcast_to(row[None, :], vectors.shape), axis=0)
+            tl.store(rows + SIDE * WIDTH + columns, row, mask=columns < WIDTH)
+
+
+@triton.jit
 def load_past_future(tensor, entry, head, first_row, offsets, valid):
     """Load what store_past_future has stored."""
     past = tl.load(side_vector(tensor, entry, head, 0, first_row) + offsets, mask=valid, other=0.0)

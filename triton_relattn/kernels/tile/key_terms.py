@@ -9,7 +9,7 @@ in their natural order there, whatever their order in the tile is.
 import triton
 import triton.language as tl
 
-from .addressing import key_order, load_rows, side_vector, store_past_future
+from .addressing import key_order, load_rows, side_vector
 from .band import add_tile, next_terms
 from .masking import exists, near_keys
 from .table import add_end_rows
@@ -136,13 +136,6 @@ def far_query_sums(sums):
     """Return the sums of add_far_queries as two [N], those of keys of the past and those of keys of the future."""
     column = tl.arange(0, 16)[None, :]
     return tl.sum(tl.where(column == 0, sums, 0.0), axis=1), tl.sum(tl.where(column == 1, sums, 0.0), axis=1)
-
-
-@triton.jit
-def store_key_sums(far_key_sums, past, future, place, head, key_start, TILE: tl.constexpr):
-    """Store the sums over the far queries of a tile's keys, in their natural order."""
-    offs_n = key_start + tl.arange(0, TILE.block_n)
-    store_past_future(far_key_sums, place.entry, head, place.key_start, offs_n, offs_n < place.key_rows, past, future)
 
 
 @triton.jit

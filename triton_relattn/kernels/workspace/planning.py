@@ -11,14 +11,10 @@ from __future__ import annotations
 import functools
 import math
 import os
-import warnings
 from typing import NamedTuple
 
-import torch
-
-from ..._core.spec import AttentionSpec, AttentionTensors
+from ..._core.spec import AttentionTensors
 from ..call import Call, cdiv
-from ..config import architectures
 from ..config.tile_config import TileConfig
 from ..tile.masking import clamp_margin
 from .stored import ALIGNMENT, Layout
@@ -42,7 +38,7 @@ class Part(NamedTuple):
     stop_program: int
 
 
-class Plan(NamedTuple):
+class Workspace(NamedTuple):
     """A workspace: its sizes, what it holds, and the parts in which it is filled.
 
     Heads are counted through all sequences: batch * heads. Those of a group share a key head, and so the keys of a program.
@@ -96,15 +92,15 @@ def workspace_limit() -> int | None:
     return int(text) if text else None
 
 
-def plan(call: Call, tensors: AttentionTensors, spec: AttentionSpec, dkv: TileConfig, max_bytes: int | None = None) -> Plan:
+def workspace(call: Call, tensors: AttentionTensors, dkv: TileConfig, max_bytes: int | None) -> Workspace:
     """Return the workspace of a call, whichever gradients are wanted, so that a gradient has the same bits alone. Its limit is
-    max_bytes, TRITON_RELATTN_WORKSPACE or else the most of 256 MiB, what query, key and value take, and what one wave of the dkv
-    kernel's programs needs (with the rest of a head, if that is little). It always has one block of keys of one head."""
+    max_bytes or, if that is None, the most of 256 MiB, what query, key and value take, and what one wave of the dkv kernel's
+    programs needs (with the rest of a head, if that is little). It always has one block of keys of one head."""
+    spec = call.spec
     rows, block_n, group = spec.max_seqlen_q, dkv.block_n, call.heads // call.key_heads
     key_heads, blocks = call.num_sequences * call.key_heads, cdiv(spec.max_seqlen_k, block_n)
-    has_probs, multiprocessors = tensors.rel_value is not None, architectures.multiprocessors(tensors.query.device)
+    has_probs, multiprocessors = tensors.rel_value is not None, call.plan.key.surroundings.multiprocessors
     bytes_per_pair = tensors.query.element_size() * (1 + has_probs)
-    max_bytes = workspace_limit() if max_bytes is None else max_bytes
 
     # Columns: all keys, or if that is fewer a band of those in the windows of a block of queries (stored.window_in_table).
     columns = blocks * block_n
@@ -132,12 +128,12 @@ def plan(call: Call, tensors: AttentionTensors, spec: AttentionSpec, dkv: TileCo
     max_heads = min(key_heads, max_pairs // (group * rows * columns)) if rows * columns <= MAX_PAIRS else 0
     if max_heads > 0:
         part = _part_size(key_heads, max_heads, blocks, multiprocessors, dkv.programs_at_once)
-        return Plan(part * group, rows, columns, key_heads, blocks, group, part * blocks, layout, has_probs)
+        return Workspace(part * group, rows, columns, key_heads, blocks, group, part * blocks, layout, has_probs)
     # Some blocks of keys of one key head at a time
     max_blocks = max(1, min(max_pairs // group, MAX_PAIRS) // (rows * block_n))
     part = _part_size(blocks, min(blocks, max_blocks), 1, multiprocessors, dkv.programs_at_once)
     layout = layout._replace(is_band=False)
-    return Plan(group, rows, part * block_n, key_heads, blocks, group, part, layout, has_probs)
+    return Workspace(group, rows, part * block_n, key_heads, blocks, group, part, layout, has_probs)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -159,32 +155,3 @@ def _part_size(count: int, limit: int, programs: int, multiprocessors: int, at_o
         return parts * part_cost(size) + part_cost(rest), parts + (rest > 0)
 
     return min(range(1, limit + 1), key=cost_and_parts)
-
-
-def allocated(
-    call: Call, tensors: AttentionTensors, spec: AttentionSpec, dkv: TileConfig, wants_ds: bool, wants_probs: bool
-) -> tuple[Plan, torch.Tensor | None, torch.Tensor | None]:
-    """Return the workspace of a call, and memory for dS and P, each None if it is not wanted. Where torch has no memory for it,
-    it is made smaller, with a warning, as sums then have other last bits; or an OutOfMemoryError if that is not enough."""
-    query, found = tensors.query, plan(call, tensors, spec, dkv)
-    if not wants_ds and not wants_probs:  # nothing is stored: all in one part
-        return found._replace(step=found.batch_key_heads * found.blocks, columns=found.blocks * dkv.block_n), None, None
-    while True:
-        ds = None
-        try:
-            ds = query.new_empty(found.shape) if wants_ds else None
-            return found, ds, query.new_empty(found.shape) if wants_probs else None
-        except torch.OutOfMemoryError as error:
-            ds = None  # what there was room for is free again
-            size = found.pairs * query.element_size()
-            smaller = plan(call, tensors, spec, dkv, size // 2)
-            if smaller.pairs >= found.pairs:
-                text = f"the backward needs a workspace of {size} bytes at least, for {found.rows} queries and one block of keys"
-                raise torch.OutOfMemoryError(f"{text}; {error}") from error
-            warnings.warn(
-                f"no memory for a workspace of {size} bytes; a smaller one is used, with which sums may differ in their last "
-                f"bits. {VARIABLE} limits it from the beginning.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            found = smaller

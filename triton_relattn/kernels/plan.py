@@ -1,0 +1,425 @@
+"""Plans: what a call does, decided once for all calls of its kind.
+
+A kind of call is a ``Key``: everything that a decision may depend on, each tensor by its facts. What decides (plan_forward in
+forward.py, plan_backward in backward.py, and two in grid) gets the key and nothing else, so that a plan cannot depend on anything
+that the key does not have. It writes down what a call does, with tensors of which all is known but their addresses: ``Slot``.
+
+    plan = find(plan_forward, tensors, (spec, keeps_residual))    a key and a lookup; a plan is made of a new key
+    out, lse, ... = plan(*tensors)                                allocations, addresses, launches
+
+Making a plan compiles its kernels, or finds those that Triton has compiled for numbers of the same kind: a new length costs a
+plan, and compiles nothing. A kernel that does not fit the GPU is found then, and a smaller tile takes its place.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from triton import knobs
+from triton.compiler.compiler import CompiledKernel
+from triton.runtime.driver import driver
+from triton.runtime.errors import OutOfResources
+from triton.runtime.jit import JITFunction
+
+from .._core.watchers import ALIGNMENT, Facts, facts_of, plain_keys
+from . import kernels_are_interpreted
+from .config import architectures, selection
+from .config.selection import Tables
+from .config.tile_config import TileConfig
+from .fences import ptx_options
+
+LAUNCH_OPTIONS = {"enable_fp_fusion": True}
+"""Passed to every launch: Triton 3.9 warns where it is left out, because 3.10 changes the default."""
+SCRATCH_ALIGNMENT = 128
+TO_BE_FILLED, NOTHING = object(), 0  # content of a cell; the cell that has None
+MOST_PLANS = 1024  # kept; a plan has some 10 KB, and no tensor
+
+
+class Surroundings(NamedTuple):
+    """What a decision depends on besides the call."""
+
+    arch: str
+    multiprocessors: int
+    tables: Tables
+    float32_precision: str  # torch.get_float32_matmul_precision
+    gpu: Any  # Triton's number of the current GPU, on which kernels are loaded
+    is_direct: bool  # kernels are launched without Triton's own preparations
+    ptx_options: str | None
+
+
+class Key(NamedTuple):
+    """A kind of call. options: what the function that decides takes besides the tensors."""
+
+    decide: Callable[[Key], Plan]
+    tensors: tuple[Facts | None, ...]
+    options: tuple[Any, ...]
+    surroundings: Surroundings
+
+
+class Slot:
+    """A tensor of a plan. cell: where a call has its address. source: the tensor whose memory it is, None of a part of the
+    scratch memory."""
+
+    __slots__ = ("alignment", "cell", "dtype", "shape", "source", "strided", "strides")
+
+    def __init__(
+        self,
+        cell: int,
+        source: int | None,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        dtype: torch.dtype,
+        alignment: int = 0,
+    ) -> None:
+        self.cell, self.source, self.dtype, self.alignment = cell, source, dtype, alignment
+        self.shape, self.strides = tuple(shape), tuple(strides)
+        self.strided = self, self.strides  # as kernels take it
+
+    def stride(self, dim: int | None = None) -> Any:
+        return self.strides if dim is None else self.strides[dim]
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    ndim = property(dim)
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+    # What Triton asks when it compiles for an argument
+
+    def data_ptr(self) -> int:
+        return self.alignment
+
+    def ptr_range(self) -> int:
+        reach = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return (reach + 1) * self.element_size()
+
+
+class Launch:
+    """A kernel with its grid and its arguments, the cells that have them."""
+
+    __slots__ = ("config", "function", "grid", "kernel", "metadata", "name", "options", "pick", "run")
+
+    def __init__(self, name: str, kernel: Any, config: TileConfig | None, grid: tuple[int, ...], pick: Any, options: Any) -> None:
+        self.name, self.kernel, self.config, self.grid, self.pick, self.options = name, kernel, config, grid, pick, options
+        self.run: Any = None
+        self.function = self.metadata = None
+
+    def compile(self, arguments: Sequence[Any]) -> None:
+        """Find the kernel that Triton compiles for arguments of this kind, and load it."""
+        compiled = self.kernel.warmup(*arguments, grid=self.grid, **self.options)
+        self.run, self.function, self.metadata = compiled.run, compiled.function, compiled.packed_metadata
+
+
+class Plan:
+    """A kind of call: allocations, launches, results. Made by its methods up to ``compile``; then called."""
+
+    def __init__(self, key: Key) -> None:
+        self.key, self.is_direct = key, key.surroundings.is_direct
+        self.device = next(facts[4] for facts in key.tensors if facts is not None)
+        self.cells: list[Any] = [None]  # arguments and parts of arguments: constants, or to be filled in by a call
+        self.addresses: list[int] = []  # cells of the tensors, those given and those allocated, in their order
+        self.allocations: list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]] = []
+        self.scratch: list[tuple[Slot, int]] = []  # with its first byte
+        self.scratch_bytes = self.zeroed_bytes = 0
+        self.views: list[tuple[Slot, int]] = []  # with the cell of what it is a view of
+        self.groups: list[tuple[int, Any, Any]] = []  # cell, function that picks its parts, type
+        self.known: dict[int, tuple[Any, int]] = {}  # groups by their identity, and their cells
+        self.launches: list[Launch] = []
+        self.described: list[tuple[Any, ...]] = []  # arguments of the launches, until they are compiled
+        self.preparations: list[tuple[Callable[..., object], tuple[Slot, ...]]] = []
+        self.endings: list[tuple[Callable[..., object], tuple[Slot, ...]]] = []
+        self.results: tuple[int | None, ...] = ()
+        slots = [None if facts is None else self._tensor(*facts[1:4], facts[5]) for facts in key.tensors]
+        self.num_given = len(self.addresses)
+        self.given = tuple(  # a tensor that is more than its numbers is copied
+            slot if slot is None or facts is None or facts[0] in plain_keys(facts[4]) else self.copied(slot)
+            for slot, facts in zip(slots, key.tensors, strict=True)
+        )
+        self.present = [at for at, facts in enumerate(key.tensors) if facts is not None]
+        self.workspace_bytes = 0  # of the scratch memory
+        self.selected: dict[str, dict[str, str]] = {}  # by kernel: the conditions for which a configuration was selected
+
+    # To make a plan.
+
+    def _cell(self, content: Any) -> int:
+        self.cells.append(content)
+        return len(self.cells) - 1
+
+    def _tensor(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, alignment: int = 0) -> Slot:
+        self.addresses.append(self._cell(TO_BE_FILLED))
+        return Slot(self.addresses[-1], len(self.addresses) - 1, shape, strides, dtype, alignment)
+
+    def new(self, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None) -> Slot:
+        """Allocate a tensor."""
+        slot = self._tensor(shape, contiguous_strides(shape) if strides is None else strides, dtype)
+        self.allocations.append((slot.shape, slot.strides, dtype))
+        return slot
+
+    def temporary(self, shape: Sequence[int], dtype: torch.dtype = torch.float32, zeroed: bool = False) -> Slot:
+        """Allocate a tensor in the memory that all of them share until the call ends."""
+        slot = Slot(self._cell(TO_BE_FILLED), None, shape, contiguous_strides(shape), dtype)
+        size = max(-(-slot.numel() * slot.element_size() // SCRATCH_ALIGNMENT), 1) * SCRATCH_ALIGNMENT
+        if zeroed:  # those come first
+            self.scratch = [(other, start + size) for other, start in self.scratch]
+            self.scratch.append((slot, 0))
+            self.zeroed_bytes += size
+        else:
+            self.scratch.append((slot, self.scratch_bytes))
+        self.scratch_bytes += size
+        return slot
+
+    def view(self, slot: Slot, shape: Sequence[int], strides: Sequence[int]) -> Slot:
+        """Describe the memory of a tensor, from its beginning, in another way."""
+        view = Slot(self._cell(TO_BE_FILLED), slot.source, shape, strides, slot.dtype, slot.alignment)
+        self.views.append((view, slot.cell))
+        return view
+
+    def copied(self, slot: Slot, strides: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> Slot:
+        """Copy a tensor before the launches."""
+        copy = self.new(slot.shape, dtype or slot.dtype, strides)
+        self.prepare(torch.Tensor.copy_, copy, slot)
+        return copy
+
+    def prepare(self, function: Callable[..., object], *slots: Slot) -> None:
+        """Call a function with tensors before the launches. They must be tensors of their own, or views of such."""
+        self.preparations.append((function, slots))
+
+    def end(self, function: Callable[..., object], *slots: Slot) -> None:
+        """Call a function with tensors after the launches."""
+        self.endings.append((function, slots))
+
+    def launch(self, name: str, kernel: Any, config: TileConfig | None, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
+        """Launch a kernel. config, None: with Triton's default of warps."""
+        options: dict[str, Any] = dict(LAUNCH_OPTIONS)
+        if config is not None:
+            options |= {"num_warps": config.num_warps, "num_stages": config.num_stages}
+            if config.max_registers is not None:
+                options["maxnreg"] = config.max_registers
+        if self.key.surroundings.ptx_options is not None:
+            options["ptx_options"] = self.key.surroundings.ptx_options
+        described, cells = [], []
+        for argument in kernel.arg_names:
+            value = arguments[argument]
+            described.append(value)
+            cells.append(self._cell(value) if argument.isupper() else self._argument(value))  # constants have capitals
+        self.launches.append(Launch(name, kernel, config, (*grid, 1, 1)[:3], _pick(cells), options))
+        self.described.append(described)
+
+    def _argument(self, value: Any) -> int:
+        """Return the cell that has an argument, or part of one, when a call launches."""
+        if isinstance(value, Slot):
+            return value.cell
+        if not isinstance(value, tuple):
+            return NOTHING if value is None else self._cell(value)
+        if id(value) not in self.known:
+            if type(value) is tuple and isinstance(value[0], Slot):  # with its strides
+                parts = [value[0].cell, self._cell(value[1])]
+            else:
+                parts = [self._argument(part) for part in value]
+            cell = self._cell(TO_BE_FILLED)
+            if all(self.cells[part] is not TO_BE_FILLED for part in parts):
+                self.cells[cell] = value
+            else:
+                self.groups.append((cell, _pick(parts), getattr(value, "_make", tuple)))
+            self.known[id(value)] = value, cell
+        return self.known[id(value)][1]
+
+    def compile(self, *results: Slot | None) -> Plan:
+        """Compile the kernels, unless something else than Triton runs them. OutOfResources: one does not fit the GPU."""
+        self.results = tuple(None if slot is None else slot.source for slot in results)
+        assert not any(slot is not None and slot.source is None for slot in results)
+        compiled: dict[Any, list[tuple[Sequence[Any], Launch]]] = {}
+        for launch, arguments in zip(self.launches if self.is_direct else (), self.described, strict=self.is_direct):
+            others = compiled.setdefault((launch.kernel, launch.config), [])
+            other = next((other for seen, other in others if _differ_in_numbers(launch.kernel, seen, arguments)), None)
+            if other is not None:
+                launch.run, launch.function, launch.metadata = other.run, other.function, other.metadata
+                continue
+            try:
+                launch.compile(arguments)
+            except OutOfResources as error:
+                if launch.name not in self.selected:
+                    raise
+                selection.take_smaller(launch.name, self.key.surroundings.arch, self.selected[launch.name], error)
+                raise DoesNotFit from None
+            others.append((arguments, launch))
+        self.described, self.known = [], {}
+        return self
+
+    # To call it.
+
+    def __call__(self, *given: torch.Tensor | None) -> list[torch.Tensor | None]:
+        """Run the call. given: in the order of the key's."""
+        tensors: list[Any] = [given[at] for at in self.present]
+        device = self.device
+        for shape, strides, dtype in self.allocations:
+            tensors.append(torch.empty_strided(shape, strides, dtype=dtype, device=device))
+        scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device) if self.scratch_bytes else None
+        if self.zeroed_bytes:
+            scratch[: self.zeroed_bytes].zero_()  # type: ignore[index]
+        for function, slots in self.preparations:
+            function(*(_tensor_of(slot, tensors) for slot in slots))
+        if self.is_direct:
+            self._launch_addresses(tensors, scratch)
+        else:
+            self._launch_tensors(tensors, scratch)
+        for function, slots in self.endings:
+            function(*(_tensor_of(slot, tensors) for slot in slots))
+        return [None if at is None else tensors[at] for at in self.results]
+
+    def _launch_addresses(self, tensors: list[Any], scratch: torch.Tensor | None) -> None:
+        """Launch compiled kernels with addresses, past Triton's search for a kernel."""
+        cells = self.cells.copy()
+        for cell, tensor in zip(self.addresses, tensors, strict=True):
+            cells[cell] = tensor.data_ptr()
+        remainder = 0
+        for cell in self.addresses[self.num_given :]:
+            remainder |= cells[cell]
+        if scratch is not None:
+            base = scratch.data_ptr()
+            remainder |= base
+            for slot, start in self.scratch:
+                cells[slot.cell] = base + start
+        if remainder % ALIGNMENT:
+            raise RuntimeError(f"torch allocates at addresses that are no multiples of {ALIGNMENT}, which the kernels need")
+        for view, of in self.views:
+            cells[view.cell] = cells[of]
+        for cell, pick, _ in self.groups:
+            cells[cell] = pick(cells)
+        stream = driver.active.get_current_stream(self.key.surroundings.gpu)
+        for launch in self.launches:
+            launch.run(*launch.grid, stream, launch.function, launch.metadata, None, None, None, *launch.pick(cells))
+
+    def _launch_tensors(self, tensors: list[Any], scratch: torch.Tensor | None) -> None:
+        """Launch with tensors, as Triton's users do: for its interpreter, its hooks, and tools that watch it."""
+        cells = self.cells.copy()
+        for cell, tensor in zip(self.addresses, tensors, strict=True):
+            cells[cell] = tensor
+        for slot, start in self.scratch:
+            size = slot.numel() * slot.element_size()
+            cells[slot.cell] = scratch[start : start + size].view(slot.dtype).view(slot.shape)  # type: ignore[index]
+        for view, of in self.views:
+            cells[view.cell] = cells[of].as_strided(view.shape, view.strides)
+        for cell, pick, make in self.groups:
+            cells[cell] = make(pick(cells))
+        for launch in self.launches:
+            launch.kernel[launch.grid](*launch.pick(cells), **launch.options)
+
+
+class DoesNotFit(Exception):
+    """A kernel does not fit the GPU, and calls of its kind have a smaller configuration from now on."""
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _pick(cells: Sequence[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
+    """Return a function that returns the contents of these cells."""
+    if len(cells) == 1:
+        return lambda contents: (contents[cells[0]],)
+    return operator.itemgetter(*cells)
+
+
+def _tensor_of(slot: Slot, tensors: list[Any]) -> torch.Tensor:
+    tensor: torch.Tensor = tensors[slot.source]  # type: ignore[index]
+    return tensor if tensor.shape == slot.shape else tensor.as_strided(slot.shape, slot.strides)
+
+
+def _differ_in_numbers(kernel: Any, some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Return whether arguments of two launches differ at most in numbers that a kernel is not compiled for."""
+    return all(
+        one is other or (parameter.do_not_specialize and _bits(one) == _bits(other)) or one == other
+        for parameter, one, other in zip(kernel.params, some, others, strict=True)
+    )
+
+
+def _bits(number: int | None) -> int | None:
+    """Return the bits in which Triton passes a whole number that no kernel is compiled for."""
+    return None if number is None else 32 if -(2**31) <= number < 2**31 else 64
+
+
+# The plans that there are.
+
+_plans: dict[tuple[Any, ...], Plan] = {}  # by Key
+_making = threading.RLock()
+_run, _compiled_run = JITFunction.run, CompiledKernel.__dict__["run"]
+
+
+def is_direct() -> bool:
+    """Return whether Triton does no more than launch: nobody interprets, replaces, watches or debugs its launches. (AMD's kernels
+    are compiled for the sizes of tensors, too: Triton looks for those itself.)"""
+    runtime = knobs.runtime
+    return (
+        JITFunction.run is _run
+        and CompiledKernel.__dict__["run"] is _compiled_run
+        and not runtime.debug
+        and not runtime.launch_enter_hook.calls
+        and not runtime.launch_exit_hook.calls
+        and runtime.add_stages_inspection_hook is None
+        and not knobs.compilation.instrumentation_mode
+        and torch.version.hip is None
+        and not kernels_are_interpreted()
+    )
+
+
+def surroundings(device: torch.device) -> Surroundings:
+    """Return what decisions about calls on a device depend on now."""
+    arch = architectures.architecture(device)
+    return Surroundings(
+        arch,
+        architectures.multiprocessors(device),
+        selection.tables(arch),
+        torch.get_float32_matmul_precision(),
+        None if kernels_are_interpreted() else driver.active.get_current_device(),
+        is_direct(),
+        ptx_options(),
+    )
+
+
+def find(decide: Callable[[Key], Plan], tensors: Sequence[torch.Tensor | None], options: tuple[Any, ...]) -> Plan:
+    """Return the plan of a call, whose first tensor is on the GPU; it is made if there is none."""
+    facts = tuple([None if tensor is None else facts_of(tensor) for tensor in tensors])
+    key = decide, facts, options, surroundings(tensors[0].device)  # type: ignore[union-attr]
+    return _plans.get(key) or _made(Key(*key))
+
+
+def described(tensors: Sequence[torch.Tensor | None], arch: str | None = None) -> Plan:
+    """Return a plan that describes tensors, which may be on "meta", and launches nothing: to ask what a call on their GPU, or on
+    the largest of another architecture, would do."""
+    device = tensors[0].device  # type: ignore[union-attr]
+    count = architectures.multiprocessors(device) if arch is None else architectures.architecture_of(arch).multiprocessors
+    arch = arch or architectures.architecture(device)
+    around = Surroundings(arch, count, selection.tables(arch), torch.get_float32_matmul_precision(), None, False, None)
+    return Plan(Key(Plan, tuple(None if tensor is None else facts_of(tensor) for tensor in tensors), (), around))
+
+
+def _made(key: Key) -> Plan:
+    """Make a plan, in one thread at a time: several that compile at once confuse Python's parser. For a selected configuration
+    that does not fit the GPU a smaller one is selected, from now on."""
+    while True:
+        try:
+            with _making:
+                plan = key.decide(key)
+            break
+        except DoesNotFit:
+            key = key._replace(surroundings=surroundings(next(facts[4] for facts in key.tensors if facts is not None)))
+    if len(_plans) >= MOST_PLANS:
+        _plans.pop(next(iter(_plans)), None)
+    _plans[key] = plan
+    return plan

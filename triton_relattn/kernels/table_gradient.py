@@ -1,0 +1,173 @@
+"""Backward, last kernel: the gradient of a table from the partial sums of the programs that share it.
+
+If one program computes all of a gradient, it stores the gradient itself, and this kernel does not run. Otherwise dtable_kernel
+and dp2c_kernel leave partial sums (splits, table heads, rows, width) in float32, and what lies beyond a clamped table comes from
+two other kernels: each program of dq_kernel has sums over its queries, each program of dkv_kernel over its keys, for the first
+row and for the last: ``end_rows``, (heads, sequences, blocks, 2, width).
+
+Queries beyond a clamped rel_p2c that share a tile of the dkv kernel with others have a row for each distance in its partial sums,
+the margin: so many rows before the first and after the last. They belong to the end rows, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import triton
+import triton.language as tl
+
+from .._core.spec import TABLES, AttentionTensors, is_per_head
+from .call import Call, cdiv
+from .config.tile_config import TileConfig
+from .operands import Strided
+from .plan import Slot
+from .workspace.planning import Workspace
+from .workspace.stored import program_rows, query_step
+
+PROGRAMS_PER_MULTIPROCESSOR = 8
+"""Of the dtable kernel: twice as many as fit, so that short programs fill the gaps that long ones leave."""
+TERMS, BLOCK = 32, 128  # of a tile: partial sums by elements of a gradient
+
+
+@triton.jit
+def sum_of_terms(terms, step, num_terms, columns, valid, TERMS: tl.constexpr):
+    """Return the sum [BLOCK] of so many terms, each ``step`` numbers after the one before, at these columns [BLOCK]."""
+    total = tl.full([TERMS, columns.shape[0]], 0.0, tl.float32)
+    for start in range(0, num_terms, TERMS):
+        number = start + tl.arange(0, TERMS)
+        pointers = terms + tl.cast(number, tl.int64)[:, None] * step + columns[None, :]
+        total += tl.load(pointers, mask=(number < num_terms)[:, None] & valid[None, :], other=0.0)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit(do_not_specialize=["num_parts", "num_ends", "num_rows", "margin"])
+def table_gradient_kernel(
+    parts, ends, gradients, num_parts, num_ends, num_rows, margin, WIDTH: tl.constexpr, TERMS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Compute gradients [H or 1, R, WIDTH]: the sum of parts [num_parts, H or 1, margin + R + margin, WIDTH], and in the first
+    and the last row that of the margins and of ends [num_ends, H or 1, 2, WIDTH], which may be None. parts and ends have two
+    strides, between terms and between heads, gradients that between heads.
+
+    Grid: (blocks of a head's R * WIDTH elements * heads of the gradient,), blocks fastest.
+    """
+    size = tl.cast(num_rows, tl.int64) * WIDTH
+    num_blocks = tl.cdiv(size, BLOCK)
+    head, start = tl.program_id(0) // num_blocks, tl.program_id(0) % num_blocks * BLOCK
+    element = start + tl.arange(0, BLOCK)
+    part, step = parts[0] + head * parts[1][1], parts[1][0]
+    total = sum_of_terms(part, step, num_parts, margin * WIDTH + element, element < size, TERMS)
+    for SIDE in tl.static_range(2):
+        first = 0 if SIDE == 0 else size - WIDTH  # element of the end row
+        if (start < first + WIDTH) & (start + BLOCK > first):
+            column, valid = element - first, (element >= first) & (element < first + WIDTH)
+            for row in range(margin):
+                beyond = row if SIDE == 0 else margin + num_rows + row
+                total += sum_of_terms(part, step, num_parts, beyond * WIDTH + column, valid, TERMS)
+            if ends is not None:
+                end = ends[0] + head * ends[1][1]
+                total += sum_of_terms(end, ends[1][0], num_ends, SIDE * WIDTH + column, valid, TERMS)
+    tl.store(gradients[0] + head * gradients[1][0] + element, total.to(gradients[0].dtype.element_ty), mask=element < size)
+
+
+def table_splits(multiprocessors: int, programs: int, shares: int) -> int:
+    """Return how many programs share each block of a table's rows: as few as keep the device busy, since each has its own sum.
+    programs: blocks of rows of all tables. shares: what the programs of a block share out, blocks of queries of all heads."""
+    return max(1, min(shares, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // programs))
+
+
+class TableSums:
+    """The sums of which a call's gradients of tables consist, and where kernels store them.
+
+    Attributes:
+        per_head: there is a sum for each head.
+        adds: programs add to the sums that are there.
+        grid: of the dtable kernel.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        tensors: AttentionTensors,
+        gradients: Mapping[str, Slot | None],
+        tiles: Mapping[str, TileConfig],
+        workspace: Workspace,
+    ) -> None:
+        self.call, self.gradients = call, gradients
+        # If any table has a matrix for each head, all get a sum for each head, also those that the heads share.
+        tables = {name: table for name in TABLES if (table := getattr(tensors, name)) is not None}
+        self.per_head = any(is_per_head(name, table) for name, table in tables.items())
+        self.table_heads = call.heads if self.per_head else 1
+        self.num_rows = call.spec.last - call.spec.first + 1
+        self.margin = workspace.layout.margin
+        step = query_step(8 * tensors.query.element_size())
+        row_blocks = cdiv(self.num_rows, program_rows(tiles["dtable"].block_n, step))
+        query_blocks = cdiv(call.spec.max_seqlen_q, tiles["dtable"].block_m * step)
+        # Programs of heads that are not in the workspace have no work.
+        programs, batch_heads = row_blocks * min(self.table_heads, workspace.batch_heads), workspace.batch_heads
+        shares = query_blocks * cdiv(batch_heads, self.table_heads)
+        self.splits = table_splits(call.plan.key.surroundings.multiprocessors, programs, shares)
+        self.adds = workspace.step < workspace.batch_key_heads * workspace.blocks
+        self.grid = (row_blocks * self.table_heads * self.splits,)
+
+        self.sums, self.parts = dict[str, Slot](), dict[str, Slot]()
+        for name in tables:
+            gradient = gradients[name]
+            if gradient is None:
+                continue
+            same_heads = is_per_head(name, gradient) == self.per_head
+            width = gradient.shape[1 + is_per_head(name, gradient) :]  # rel_bias has none
+            if self.splits == 1 and call.coverage != "clamp" and same_heads and not self.adds:  # nothing is to be added up
+                shape = (1, self.table_heads, self.num_rows, *width)
+                strides = (0, *gradient.strides) if self.per_head else (0, 0, *gradient.strides)
+                self.sums[name] = call.plan.view(gradient, shape, strides)
+            else:
+                shape = (self.splits, self.table_heads, self.num_rows + 2 * self._margin(name), *width)
+                self.sums[name] = self.parts[name] = call.plan.temporary(shape, zeroed=self.adds)
+
+    def key_grid(self, block_m: int) -> tuple[int]:
+        """Return the grid of the dp2c kernel: blocks of rows, the margin's among them, of all heads, and the programs of each."""
+        return (cdiv(self.num_rows + 2 * self.margin, block_m) * self.table_heads * self.splits,)
+
+    def _margin(self, name: str) -> int:
+        return self.margin if name == "rel_p2c" else 0
+
+    def partial(self, name: str) -> Strided | None:
+        """Return the partial sums of a table as kernels take them; None if its gradient is not wanted."""
+        return self.sums[name].strided if name in self.sums else None
+
+    def add_up(self, end_rows: Mapping[str, Slot | None]) -> None:
+        """Launch a kernel for each gradient that is a sum. end_rows: by table, what lies beyond a clamped one."""
+        for name, parts in self.parts.items():
+            gradient, ends = self.gradients[name], end_rows.get(name)
+            assert gradient is not None
+            per_head = is_per_head(name, gradient)
+            heads, width = (gradient.shape[0] if per_head else 1), parts.shape[3] if parts.dim() > 3 else 1
+            size, rows = self.num_rows * width, parts.shape[2] * width
+
+            # Terms of a gradient that heads share are those of all heads.
+            num_parts, strides = parts.shape[0], (parts.shape[1] * rows, rows)
+            if not per_head:
+                num_parts, strides = parts.shape[0] * parts.shape[1], (rows, 0)
+            num_ends, strided_ends = 0, None
+            if ends is not None:  # (heads, sequences, blocks, 2, width)
+                num_ends = math.prod(ends.shape[1:3]) * (1 if per_head else ends.shape[0])
+                strided_ends = ends, (2 * width, num_ends * 2 * width if per_head else 0)
+            self.call.plan.launch(
+                "table_gradient",
+                table_gradient_kernel,
+                None,
+                (cdiv(size, BLOCK) * heads,),
+                {
+                    "parts": (parts, strides),
+                    "ends": strided_ends,
+                    "gradients": (gradient, (size,)),
+                    "num_parts": num_parts,
+                    "num_ends": num_ends,
+                    "num_rows": self.num_rows,
+                    "margin": self._margin(name),
+                    "WIDTH": width,
+                    "TERMS": TERMS,
+                    "BLOCK": BLOCK,
+                },
+            )
