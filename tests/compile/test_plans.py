@@ -242,7 +242,7 @@ def test_plans_launch_what_triton_would(recorder: Recorder, seed: int, monkeypat
             with monkeypatch.context() as patch:
                 patch.setattr(plan, "_plans", {})
                 patch.setattr(_calls, "_known", {})
-                patch.setattr(plan, "is_direct", lambda: False)
+                patch.setattr(plan, "launcher", lambda: "another")
                 assert kept == launched(recorder, call, wanted)
     assert recorder.by_plans > CALLS / 4
 
@@ -250,7 +250,7 @@ def test_plans_launch_what_triton_would(recorder: Recorder, seed: int, monkeypat
 # What a decision reads.
 
 
-READ = {"arch", "multiprocessors", "tables", "float32_precision", "is_direct", "ptx_options"}
+READ = {"arch", "multiprocessors", "tables", "float32_precision", "launcher", "ptx_options"}
 """Of the surroundings. The current GPU is in the key since kernels are loaded there."""
 READ_OF_TENSORS = {"shape", "strides", "dtype", "alignment", "strided", "cell", "source"}
 READ_OF_ARGUMENTS = {"shape", "dim", "dtype", "device", "layout", "is_nested", "requires_grad", "numel"}

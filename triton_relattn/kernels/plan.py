@@ -36,7 +36,7 @@ from .fences import ptx_options
 LAUNCH_OPTIONS = {"enable_fp_fusion": True}
 """Passed to every launch: Triton 3.9 warns where it is left out, because 3.10 changes the default."""
 SCRATCH_ALIGNMENT = 128
-TO_BE_FILLED, NOTHING = object(), 0  # content of a cell; the cell that has None
+NOTHING = 0  # the cell that has None for good
 MOST_PLANS = 1024  # kept; a plan has some 10 KB, and no tensor
 
 
@@ -48,15 +48,15 @@ class Surroundings(NamedTuple):
     tables: Tables
     float32_precision: str  # torch.get_float32_matmul_precision
     gpu: Any  # Triton's number of the current GPU, on which kernels are loaded
-    is_direct: bool  # kernels are launched without Triton's own preparations
+    launcher: str  # see launcher()
     ptx_options: str | None
 
 
 class Key(NamedTuple):
-    """A kind of call. options: what the function that decides takes besides the tensors."""
+    """A kind of call. tensors: their Facts. options: what the function that decides takes besides."""
 
     decide: Callable[[Key], Plan]
-    tensors: tuple[Facts | None, ...]
+    tensors: tuple[tuple[Any, ...] | None, ...]
     options: tuple[Any, ...]
     surroundings: Surroundings
 
@@ -124,9 +124,10 @@ class Plan:
     """A kind of call: allocations, launches, results. Made by its methods up to ``compile``; then called."""
 
     def __init__(self, key: Key) -> None:
-        self.key, self.is_direct = key, key.surroundings.is_direct
-        self.device = next(facts[4] for facts in key.tensors if facts is not None)
-        self.cells: list[Any] = [None]  # arguments and parts of arguments: constants, or to be filled in by a call
+        self.key, self.is_direct = key, key.surroundings.launcher == "plan"
+        tensors = [None if facts is None else Facts(*facts) for facts in key.tensors]
+        self.device = next(facts.device for facts in tensors if facts is not None)
+        self.cells: list[Any] = [None]  # arguments and parts of arguments: constants, and what a call fills in
         self.addresses: list[int] = []  # cells of the tensors, those given and those allocated, in their order
         self.allocations: list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]] = []
         self.scratch: list[tuple[Slot, int]] = []  # with its first byte
@@ -135,17 +136,16 @@ class Plan:
         self.groups: list[tuple[int, Any, Any]] = []  # cell, function that picks its parts, type
         self.known: dict[int, tuple[Any, int]] = {}  # groups by their identity, and their cells
         self.launches: list[Launch] = []
-        self.described: list[tuple[Any, ...]] = []  # arguments of the launches, until they are compiled
+        self.described: list[list[Any]] = []  # arguments of the launches, until they are compiled
         self.preparations: list[tuple[Callable[..., object], tuple[Slot, ...]]] = []
         self.endings: list[tuple[Callable[..., object], tuple[Slot, ...]]] = []
         self.results: tuple[int | None, ...] = ()
-        slots = [None if facts is None else self._tensor(*facts[1:4], facts[5]) for facts in key.tensors]
-        self.num_given = len(self.addresses)
+        self.present = [at for at, facts in enumerate(tensors) if facts is not None]
+        given = [None if of is None else self._tensor(of.shape, of.strides, of.dtype, of.alignment) for of in tensors]
         self.given = tuple(  # a tensor that is more than its numbers is copied
-            slot if slot is None or facts is None or facts[0] in plain_keys(facts[4]) else self.copied(slot)
-            for slot, facts in zip(slots, key.tensors, strict=True)
+            slot if slot is None or facts is None or facts.keys in plain_keys(facts.device) else self.copied(slot)
+            for slot, facts in zip(given, tensors, strict=True)
         )
-        self.present = [at for at, facts in enumerate(key.tensors) if facts is not None]
         self.workspace_bytes = 0  # of the scratch memory
         self.selected: dict[str, dict[str, str]] = {}  # by kernel: the conditions for which a configuration was selected
 
@@ -156,7 +156,7 @@ class Plan:
         return len(self.cells) - 1
 
     def _tensor(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, alignment: int = 0) -> Slot:
-        self.addresses.append(self._cell(TO_BE_FILLED))
+        self.addresses.append(self._cell(None))
         return Slot(self.addresses[-1], len(self.addresses) - 1, shape, strides, dtype, alignment)
 
     def new(self, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None) -> Slot:
@@ -167,7 +167,7 @@ class Plan:
 
     def temporary(self, shape: Sequence[int], dtype: torch.dtype = torch.float32, zeroed: bool = False) -> Slot:
         """Allocate a tensor in the memory that all of them share until the call ends."""
-        slot = Slot(self._cell(TO_BE_FILLED), None, shape, contiguous_strides(shape), dtype)
+        slot = Slot(self._cell(None), None, shape, contiguous_strides(shape), dtype)
         size = max(-(-slot.numel() * slot.element_size() // SCRATCH_ALIGNMENT), 1) * SCRATCH_ALIGNMENT
         if zeroed:  # those come first
             self.scratch = [(other, start + size) for other, start in self.scratch]
@@ -180,7 +180,7 @@ class Plan:
 
     def view(self, slot: Slot, shape: Sequence[int], strides: Sequence[int]) -> Slot:
         """Describe the memory of a tensor, from its beginning, in another way."""
-        view = Slot(self._cell(TO_BE_FILLED), slot.source, shape, strides, slot.dtype, slot.alignment)
+        view = Slot(self._cell(None), slot.source, shape, strides, slot.dtype, slot.alignment)
         self.views.append((view, slot.cell))
         return view
 
@@ -219,27 +219,27 @@ class Plan:
         """Return the cell that has an argument, or part of one, when a call launches."""
         if isinstance(value, Slot):
             return value.cell
-        if not isinstance(value, tuple):
-            return NOTHING if value is None else self._cell(value)
+        if value is None:
+            return NOTHING
+        if not isinstance(value, tuple) or _is_constant(value):
+            return self._cell(value)
         if id(value) not in self.known:
             if type(value) is tuple and isinstance(value[0], Slot):  # with its strides
                 parts = [value[0].cell, self._cell(value[1])]
             else:
                 parts = [self._argument(part) for part in value]
-            cell = self._cell(TO_BE_FILLED)
-            if all(self.cells[part] is not TO_BE_FILLED for part in parts):
-                self.cells[cell] = value
-            else:
-                self.groups.append((cell, _pick(parts), getattr(value, "_make", tuple)))
-            self.known[id(value)] = value, cell
+            self.known[id(value)] = value, self._cell(None)
+            self.groups.append((self.known[id(value)][1], _pick(parts), getattr(value, "_make", tuple)))
         return self.known[id(value)][1]
 
     def compile(self, *results: Slot | None) -> Plan:
-        """Compile the kernels, unless something else than Triton runs them. OutOfResources: one does not fit the GPU."""
+        """Compile the kernels, unless something else than Triton runs them. OutOfResources: one does not fit the GPU, whose
+        configuration was not selected."""
         self.results = tuple(None if slot is None else slot.source for slot in results)
         assert not any(slot is not None and slot.source is None for slot in results)
         compiled: dict[Any, list[tuple[Sequence[Any], Launch]]] = {}
-        for launch, arguments in zip(self.launches if self.is_direct else (), self.described, strict=self.is_direct):
+        compiles = self.key.surroundings.launcher != "another"
+        for launch, arguments in zip(self.launches, self.described, strict=True) if compiles else ():
             others = compiled.setdefault((launch.kernel, launch.config), [])
             other = next((other for seen, other in others if _differ_in_numbers(launch.kernel, seen, arguments)), None)
             if other is not None:
@@ -283,7 +283,7 @@ class Plan:
         for cell, tensor in zip(self.addresses, tensors, strict=True):
             cells[cell] = tensor.data_ptr()
         remainder = 0
-        for cell in self.addresses[self.num_given :]:
+        for cell in self.addresses[len(self.present) :]:
             remainder |= cells[cell]
         if scratch is not None:
             base = scratch.data_ptr()
@@ -336,6 +336,14 @@ def _pick(cells: Sequence[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
     return operator.itemgetter(*cells)
 
 
+def _is_constant(value: tuple[Any, ...]) -> bool:
+    """Return whether a group has no tensors."""
+    for part in value:
+        if isinstance(part, Slot) or (isinstance(part, tuple) and not _is_constant(part)):
+            return False
+    return True
+
+
 def _tensor_of(slot: Slot, tensors: list[Any]) -> torch.Tensor:
     tensor: torch.Tensor = tensors[slot.source]  # type: ignore[index]
     return tensor if tensor.shape == slot.shape else tensor.as_strided(slot.shape, slot.strides)
@@ -361,21 +369,22 @@ _making = threading.RLock()
 _run, _compiled_run = JITFunction.run, CompiledKernel.__dict__["run"]
 
 
-def is_direct() -> bool:
-    """Return whether Triton does no more than launch: nobody interprets, replaces, watches or debugs its launches. (AMD's kernels
-    are compiled for the sizes of tensors, too: Triton looks for those itself.)"""
+def launcher() -> str:
+    """Return who launches kernels: "plan", if Triton does no more than launch; "Triton", if somebody watches or debugs its
+    launches (and on AMD's GPUs, for which it compiles by the sizes of tensors, too); "another" in its place, as its
+    interpreter."""
     runtime = knobs.runtime
-    return (
-        JITFunction.run is _run
-        and CompiledKernel.__dict__["run"] is _compiled_run
-        and not runtime.debug
-        and not runtime.launch_enter_hook.calls
-        and not runtime.launch_exit_hook.calls
-        and runtime.add_stages_inspection_hook is None
-        and not knobs.compilation.instrumentation_mode
-        and torch.version.hip is None
-        and not kernels_are_interpreted()
+    if kernels_are_interpreted() or JITFunction.run is not _run or CompiledKernel.__dict__["run"] is not _compiled_run:
+        return "another"
+    is_watched = (
+        runtime.debug
+        or runtime.launch_enter_hook.calls
+        or runtime.launch_exit_hook.calls
+        or runtime.add_stages_inspection_hook is not None
+        or knobs.compilation.instrumentation_mode
+        or torch.version.hip is not None
     )
+    return "Triton" if is_watched else "plan"
 
 
 def surroundings(device: torch.device) -> Surroundings:
@@ -387,7 +396,7 @@ def surroundings(device: torch.device) -> Surroundings:
         selection.tables(arch),
         torch.get_float32_matmul_precision(),
         None if kernels_are_interpreted() else driver.active.get_current_device(),
-        is_direct(),
+        launcher(),
         ptx_options(),
     )
 
@@ -405,21 +414,22 @@ def described(tensors: Sequence[torch.Tensor | None], arch: str | None = None) -
     device = tensors[0].device  # type: ignore[union-attr]
     count = architectures.multiprocessors(device) if arch is None else architectures.architecture_of(arch).multiprocessors
     arch = arch or architectures.architecture(device)
-    around = Surroundings(arch, count, selection.tables(arch), torch.get_float32_matmul_precision(), None, False, None)
+    around = Surroundings(arch, count, selection.tables(arch), torch.get_float32_matmul_precision(), None, "another", None)
     return Plan(Key(Plan, tuple(None if tensor is None else facts_of(tensor) for tensor in tensors), (), around))
 
 
 def _made(key: Key) -> Plan:
     """Make a plan, in one thread at a time: several that compile at once confuse Python's parser. For a selected configuration
     that does not fit the GPU a smaller one is selected, from now on."""
-    while True:
-        try:
-            with _making:
+    with _making:
+        while (plan := _plans.get(key)) is None:
+            try:
                 plan = key.decide(key)
-            break
-        except DoesNotFit:
-            key = key._replace(surroundings=surroundings(next(facts[4] for facts in key.tensors if facts is not None)))
-    if len(_plans) >= MOST_PLANS:
-        _plans.pop(next(iter(_plans)), None)
-    _plans[key] = plan
+            except DoesNotFit:
+                around = key.surroundings
+                key = key._replace(surroundings=around._replace(tables=selection.tables(around.arch)))
+                continue
+            if len(_plans) >= MOST_PLANS:
+                del _plans[next(iter(_plans))]
+            _plans[key] = plan
     return plan
