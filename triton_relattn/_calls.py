@@ -2,7 +2,8 @@
 
 A kind of call is checked, resolved and given to an implementation once. Later calls of that kind, whose ``key_of`` is the same,
 are known. Where nothing watches (_core/watchers.py), autograd gets a call as a RelativeAttention; else torch's dispatcher does,
-as an operator (_operators.py). Both ways end in the same functions of the implementation."""
+as an operator (_operators.py). Both ways end in the same functions of the implementation.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import torch
 
 from . import _implementations
 from ._core import validation
-from ._core.arguments import Arguments, has_values
+from ._core.arguments import Arguments, asks_for_values, has_values
 from ._core.dropout import draw_dropout
 from ._core.dtypes import with_wide_tables
 from ._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
@@ -52,7 +53,11 @@ def attend(arguments: Arguments, name: str | None) -> tuple[torch.Tensor, torch.
     arguments = arguments.autocast()
     key = None if is_watched() else key_of(arguments, name)
     known = None if key is None else _known.get(key)
-    if known is None or known.surroundings != known.implementation.surroundings(arguments.query):
+    if known is not None and (
+        known.surroundings != known.implementation.surroundings(arguments.query) or (known.is_rearranged and asks_for_values())
+    ):
+        known = None
+    if known is None:
         tensors, spec = validation.resolve(arguments)
         chosen = _implementations.choose_implementation(name, tensors.query, tensors.value, tensors.rel_query)
         if key is None or chosen is REFERENCE or tensors.query.device.type == "meta":

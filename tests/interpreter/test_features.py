@@ -106,7 +106,7 @@ def test_rows_of_no_sequence(limit: str, monkeypatch: pytest.MonkeyPatch) -> Non
     short = {name: getattr(inputs, name)[:20] for name in ("query", "rel_query", "d_out")}
     short |= {name: getattr(inputs, name)[:30] for name in ("key", "value")}
     expected = forward_backward(attend_varlen, inputs._replace(**short, d_lse=inputs.d_lse[:, :20]), **arguments)
-    monkeypatch.setattr(validation, "_check_integers", lambda _, tensor, *rest: (tensor, None))
+    monkeypatch.setattr(validation, "_check_integers", lambda *_: None)  # values are not known
     torch.use_deterministic_algorithms(True)
     try:
         results = forward_backward(attend_varlen, inputs, **arguments)
@@ -143,7 +143,7 @@ def test_windows_skip_tiles(kind: str | None) -> None:
         *{None: ["dq"], "full": ["stored_dq", "dtable"]}.get(kind, ["dq", "stored_dq", "dtable", "table_gradient"]),
     }
     assert set(short) == {f"{kernel}_kernel" for kernel in kernels}
-    for kernel in set(short) - {"delta_kernel"}:  # which reads no keys
+    for kernel in set(short) - {"delta_kernel", "table_gradient_kernel"}:  # which read no keys
         assert 0 < long[kernel] - middle[kernel] <= 1.05 * (middle[kernel] - short[kernel]), kernel
     assert unbounded["forward_kernel"] > 1.2 * long["forward_kernel"]
     assert unbounded["dkv_kernel"] > 1.2 * long["dkv_kernel"]

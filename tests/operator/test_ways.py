@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.conftest import INTERPRETED
 from triton_relattn import RelativePositions, _calls, fused_relative_attention
+from triton_relattn._core.arguments import asks_for_values
 
 IMPLEMENTATIONS = ["blockwise", *["triton"] * INTERPRETED]
 POSITIONS = RelativePositions(-4, 4)
@@ -299,3 +300,15 @@ def test_values_are_checked_in_each_call(attend: Any) -> None:
             found = attend(*inputs, **given)
             expected = attend(*inputs, **given | {"implementation": "reference"})
             assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_values_are_checked_as_soon_as_that_is_asked_for(attend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, whose values are not read otherwise, also for a known kind."""
+    inputs, lengths = leaves(), torch.tensor([13, 5])
+    for module in ("_calls", "_core.validation", "_core.hints"):
+        monkeypatch.setattr(f"triton_relattn.{module}.has_values", lambda _: asks_for_values())
+    for _ in range(2):
+        attend(*inputs, key_lengths=lengths)
+        with monkeypatch.context() as patch, pytest.raises(ValueError, match="key_lengths must lie in"):
+            patch.setenv("TRITON_RELATTN_CHECK_VALUES", "1")
+            attend(*inputs, key_lengths=lengths)

@@ -90,9 +90,14 @@ class Arguments(NamedTuple):
         return self._replace(**changes)
 
 
+def asks_for_values() -> bool:
+    """Return whether the user wants values to be checked also where that waits for a GPU."""
+    return os.environ.get("TRITON_RELATTN_CHECK_VALUES") == "1"
+
+
 def has_values(tensor: torch.Tensor) -> bool:
     """Return whether values can be read without waiting for a GPU, unless the user asks to wait."""
-    readable = tensor.device.type == "cpu" or os.environ.get("TRITON_RELATTN_CHECK_VALUES") == "1"
+    readable = tensor.device.type == "cpu" or asks_for_values()
     # A subclass (FakeTensor, ...) may have no values.
     if not readable or type(tensor) is not torch.Tensor or torch.compiler.is_compiling():
         return False

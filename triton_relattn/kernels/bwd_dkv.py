@@ -206,8 +206,9 @@ def dkv_kernel(
             past, future = far_query_sums(far_sums)
             if per_query.end_rows is not None:
                 unit = rel_unit(common.scaling)
-                rows, width = per_query.end_rows, SHAPE.head_dim
-                store_end_rows(rows, head, place.batch, block, past * unit, future * unit, natural_key, width, SHAPE.block_d)
+                rows, width, of_past, of_future = per_query.end_rows, SHAPE.head_dim, past * unit, future * unit
+                are_keys = exists(key_start + tl.arange(0, TILE.block_n), place, common.window)
+                store_end_rows(rows, head, place.batch, block, are_keys, of_past, of_future, natural_key, width, SHAPE.block_d)
             if d_keys is not None:
                 d_key = add_key_end_rows(d_key, past, future, keys_table, key_lowest, key_highest, TILE)
 

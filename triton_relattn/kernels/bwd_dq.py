@@ -206,17 +206,18 @@ def dq_kernel(
     if HAS_TERM and IS_CLAMPED:
         past, future = lane_consistent(past, TILE.block_n), lane_consistent(future, TILE.block_n)
         if end_rows.rel_bias is not None:
-            store_end_rows(end_rows.rel_bias, head, place.batch, block, past, future, None, 1, 1)
+            store_end_rows(end_rows.rel_bias, head, place.batch, block, valid_m, past, future, None, 1, 1)
         if end_rows.rel_key is not None:
             unit = rel_unit(common.scaling)
             rows, width = end_rows.rel_key, SHAPE.rel_dim
-            store_end_rows(rows, head, place.batch, block, past * unit, future * unit, rel_query, width, SHAPE.block_dr)
+            of_past, of_future = past * unit, future * unit
+            store_end_rows(rows, head, place.batch, block, valid_m, of_past, of_future, rel_query, width, SHAPE.block_dr)
     if end_rows.rel_value is not None:
         if common.dropout.seed is not None:
             past_probs *= tl.cast(common.dropout.keep_scale, tl.float32)
             future_probs *= tl.cast(common.dropout.keep_scale, tl.float32)
         rows, width = end_rows.rel_value, SHAPE.value_dim
-        store_end_rows(rows, head, place.batch, block, past_probs, future_probs, d_out, width, SHAPE.block_dv)
+        store_end_rows(rows, head, place.batch, block, valid_m, past_probs, future_probs, d_out, width, SHAPE.block_dv)
     acc *= tl.cast(common.scaling.base_2_scale, tl.float32) * LN_2
     if table_parts is not None:
         parts = head_matrix(table_parts, place.entry, head, place.query_start, SHAPE.wide_index)

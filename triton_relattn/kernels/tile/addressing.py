@@ -61,18 +61,17 @@ def store_past_future(tensor, entry, head, first_row, offsets, valid, past, futu
 
 
 @triton.jit
-def store_end_rows(ends, head, sequence, block, past, future, vectors, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
-    """Store the sums over a block's queries or keys of past [M] and of future [M], times vectors [M, WIDTH], as the two rows of
-    the block in ends (H, sequences, blocks, 2, WIDTH). vectors None: without them, WIDTH is 1."""
+def store_end_rows(ends, head, sequence, block, valid, past, future, vectors, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    """Store the sums over the valid queries or keys of a block of past [M] and of future [M], times vectors [M, WIDTH], as the two
+    rows of the block in ends (H, sequences, blocks, 2, WIDTH). vectors None: without them, WIDTH is 1."""
     strides = ends[1]
     rows = ends[0] + tl.cast(head, tl.int64) * strides[0] + tl.cast(sequence, tl.int64) * strides[1] + block * strides[2]
-    if vectors is None:
-        tl.store(rows, tl.sum(past, axis=0))
-        tl.store(rows + 1, tl.sum(future, axis=0))
-    else:
-        columns = tl.arange(0, BLOCK_WIDTH)
-        for SIDE in tl.static_range(2):
-            sums = past if SIDE == 0 else future
+    columns = tl.arange(0, BLOCK_WIDTH)
+    for SIDE in tl.static_range(2):
+        sums = tl.where(valid, past if SIDE == 0 else future, 0.0)
+        if vectors is None:
+            tl.store(rows + SIDE, tl.sum(sums, axis=0))
+        else:
             # What no pair has met may be NaN.
             row = tl.sum(tl.where(sums[:, None] == 0.0, 0.0, sums[:, None] * vectors.to(tl.float32)), axis=0)
             # Copies of a sum may differ, as in scores.lane_consistent.
