@@ -62,8 +62,8 @@ def store_past_future(tensor, entry, head, first_row, offsets, valid, past, futu
 
 @triton.jit
 def store_end_rows(ends, head, sequence, block, valid, past, future, vectors, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
-    """Store the sums over the valid queries or keys of a block of past [M] and of future [M], times vectors [M, WIDTH], as the two
-    rows of the block in ends (H, sequences, blocks, 2, WIDTH). vectors None: without them, WIDTH is 1."""
+    """Store the sums over the valid queries or keys of a block of past [M] and of future [M], times vectors [M, WIDTH], as the
+    two rows of the block in ends (H, sequences, blocks, 2, WIDTH). vectors None: without them, WIDTH is 1."""
     strides = ends[1]
     rows = ends[0] + tl.cast(head, tl.int64) * strides[0] + tl.cast(sequence, tl.int64) * strides[1] + block * strides[2]
     columns = tl.arange(0, BLOCK_WIDTH)
