@@ -115,7 +115,7 @@ def poison_memory(patch: pytest.MonkeyPatch) -> None:
 
 
 def cut_tiles(patch: pytest.MonkeyPatch, tiles: Mapping[str, tuple[Any, ...]] | None, rounds_terms: bool | None = None) -> None:
-    """Give the kernels these tiles, by their names: (block_m, block_n, carry, rotation). Plans are made anew.
+    """Give the kernels these tiles, by their names: (block_m, block_n, carry, rotation). Each test has plans of its own.
 
     Args:
         rounds_terms: whether terms of tables are rounded to float16, as on a GPU; None: as by default.
@@ -135,7 +135,7 @@ def cut_tiles(patch: pytest.MonkeyPatch, tiles: Mapping[str, tuple[Any, ...]] | 
 
 @pytest.fixture(autouse=True)
 def fresh_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls are not known, and plans are made anew in each test, which may change what they are made by."""
+    """No test has calls and plans of another one, which may have changed what they depend on."""
     monkeypatch.setattr("triton_relattn._calls._known", {})
     if "triton_relattn.kernels.plan" in sys.modules:
         monkeypatch.setattr("triton_relattn.kernels.plan._plans", {})

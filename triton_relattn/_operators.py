@@ -102,7 +102,7 @@ class AttentionOperator:
         implementation: Implementation,
         needs_grad: Sequence[bool],
     ) -> Gradients:
-        """Compute the gradients of the first tensors of a call; None for those that are not needed or not there."""
+        """Compute the gradients of the first tensors of a call; None for those that are absent or not needed."""
         if lse is None or lse.shape[2] != d_out.shape[2]:
             d_lse = None  # zeros of torch.func for an lse that is not there
         elif d_lse is not None:  # for a query that sees nothing, merging of partial results may give NaN
@@ -162,7 +162,7 @@ class AttentionOperator:
 
 
 def with_empty(query: torch.Tensor, results: Results) -> tuple[torch.Tensor, ...]:
-    """Return the results of a forward, with tensors of no elements in place of those that are not there: operators return
+    """Return the results of a forward, with tensors of no elements in place of absent ones: operators return
     tensors."""
     out, lse, *others = results
     if lse is None:

@@ -276,7 +276,8 @@ def check_table_gradient(launch: Recorded) -> None:
     """Assert that terms of the sums lie in their tensors, and that the grid has a program for each element."""
     gradients, (size,) = launch["gradients"]
     heads = gradients.numel() // size
-    assert size == launch["num_rows"] * launch["WIDTH"] and launch.grid[0] == heads * -(-size // launch["BLOCK"])
+    programs = -(-size // launch["BLOCK"]) + 2 * (launch["ends"] is not None) * -(-launch["WIDTH"] // launch["COLUMNS"])
+    assert size == launch["num_rows"] * launch["WIDTH"] and launch.grid[0] == heads * programs
     padded = size + 2 * launch["margin"] * launch["WIDTH"]
     for name, count, length in (("parts", "num_parts", padded), ("ends", "num_ends", 2 * launch["WIDTH"])):
         if launch[name] is not None:

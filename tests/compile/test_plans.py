@@ -328,7 +328,7 @@ class Watched(torch.Tensor):
 
 
 def test_validation_reads_what_a_key_has() -> None:
-    """A call that was valid is valid again if its key is the same: the key has all that validation reads, but for values."""
+    """A call that was valid is valid again if its key is the same: the key has all that validation reads, except values."""
     new = lambda *shape, **options: torch.zeros(shape, **options).as_subclass(Watched)  # noqa: E731
     tables: dict[str, Any] = {name: new(2, 2, 8, 16) for name in ("query", "key", "value")}
     tables |= {

@@ -4,7 +4,7 @@ A kind of call is a ``Key``: everything that a decision may depend on, each tens
 forward.py, plan_backward in backward.py, and two in grid) gets the key and nothing else, so that a plan cannot depend on anything
 that the key does not have. It writes down what a call does, with tensors of which all is known but their addresses: ``Slot``.
 
-    plan = find(plan_forward, tensors, (spec, keeps_residual))    a key and a lookup; a plan is made of a new key
+    plan = find(plan_forward, tensors, (spec, keeps_residual))    a key and a lookup; a new key gets a plan
     out, lse, ... = plan(*tensors)                                allocations, addresses, launches
 
 Making a plan compiles its kernels, or finds those that Triton has compiled for numbers of the same kind: a new length costs a
@@ -402,7 +402,7 @@ def surroundings(device: torch.device) -> Surroundings:
 
 
 def find(decide: Callable[[Key], Plan], tensors: Sequence[torch.Tensor | None], options: tuple[Any, ...]) -> Plan:
-    """Return the plan of a call, whose first tensor is on the GPU; it is made if there is none."""
+    """Return the plan of a call, whose first tensor is on the GPU: a new one if there is none."""
     facts = tuple([None if tensor is None else facts_of(tensor) for tensor in tensors])
     key = decide, facts, options, surroundings(tensors[0].device)  # type: ignore[union-attr]
     return _plans.get(key) or _made(Key(*key))

@@ -6,7 +6,7 @@ two other kernels: each program of dq_kernel has sums over its queries, each pro
 row and for the last: ``end_rows``, (heads, sequences, blocks, 2, width).
 
 Queries beyond a clamped rel_p2c that share a tile of the dkv kernel with others have a row for each distance in its partial sums,
-the margin: so many rows before the first and after the last. They belong to the end rows, too.
+the margin: so many rows before the first and after the last. They also belong to the end rows.
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ from .workspace.stored import program_rows, query_step
 
 PROGRAMS_PER_MULTIPROCESSOR = 8
 """Of the dtable kernel: twice as many as fit, so that short programs fill the gaps that long ones leave."""
-TERMS, BLOCK = 32, 128  # of a tile: partial sums by elements of a gradient
+CONFIG = TileConfig(32, 128, 8, 1)
+"""Of table_gradient_kernel, in whose tiles 32 partial sums meet 128 elements of a gradient. Of an end row there are more sums."""
+COLUMNS = 32
+"""Elements of an end row that a program computes, so that several share a row."""
 
 
 @triton.jit
 def sum_of_terms(terms, step, num_terms, columns, valid, TERMS: tl.constexpr):
-    """Return the sum [BLOCK] of so many terms, each ``step`` numbers after the one before, at these columns [BLOCK]."""
+    """Return the sum [N] of so many terms, each ``step`` numbers after the one before, at these columns [N]."""
     total = tl.full([TERMS, columns.shape[0]], 0.0, tl.float32)
     for start in range(0, num_terms, TERMS):
         number = start + tl.arange(0, TERMS)
@@ -41,33 +44,116 @@ def sum_of_terms(terms, step, num_terms, columns, valid, TERMS: tl.constexpr):
     return tl.sum(total, axis=0)
 
 
+@triton.jit
+def add_rows(
+    part,
+    step,
+    num_parts,
+    gradient,
+    block,
+    size,
+    margin,
+    HAS_ENDS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TERMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Store a block of a head's gradient, of its size elements; without the end rows if these have programs of their own."""
+    element = block * BLOCK + tl.arange(0, BLOCK)
+    valid = element < size
+    if HAS_ENDS:
+        valid = valid & (element >= WIDTH) & (element < size - WIDTH)
+    total = sum_of_terms(part + margin * WIDTH, step, num_parts, element, valid, TERMS)
+    tl.store(gradient + element, total.to(gradient.dtype.element_ty), mask=valid)
+
+
+@triton.jit
+def add_end_row(
+    part,
+    part_step,
+    num_parts,
+    end,
+    end_step,
+    num_ends,
+    gradient,
+    side,
+    first_column,
+    num_rows,
+    margin,
+    WIDTH: tl.constexpr,
+    TERMS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Store COLUMNS of the first row of a head's gradient (side 0), or of the last one. A single row is both."""
+    column = first_column + tl.arange(0, COLUMNS)
+    valid = (column < WIDTH) & ((side == 0) | (num_rows > 1))
+    total = tl.full([COLUMNS], 0.0, tl.float32)
+    for SIDE in tl.static_range(2):
+        # The rows of parts up to the table's first one, or from its last one on
+        first, stop = 0, margin + 1
+        if SIDE == 1:
+            first, stop = margin + tl.maximum(num_rows - 1, 1), margin + num_rows + margin
+        if (side == SIDE) | (num_rows == 1):
+            for row in range(first, stop):
+                total += sum_of_terms(part + row * WIDTH, part_step, num_parts, column, valid, TERMS)
+            total += sum_of_terms(end + SIDE * WIDTH, end_step, num_ends, column, valid, TERMS)
+    row = tl.where(side == 0, 0, num_rows - 1)
+    tl.store(gradient + tl.cast(row, tl.int64) * WIDTH + column, total.to(gradient.dtype.element_ty), mask=valid)
+
+
 @triton.jit(do_not_specialize=["num_parts", "num_ends", "num_rows", "margin"])
 def table_gradient_kernel(
-    parts, ends, gradients, num_parts, num_ends, num_rows, margin, WIDTH: tl.constexpr, TERMS: tl.constexpr, BLOCK: tl.constexpr
+    parts,
+    ends,
+    gradients,
+    num_parts,
+    num_ends,
+    num_rows,
+    margin,
+    WIDTH: tl.constexpr,
+    TERMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """Compute gradients [H or 1, R, WIDTH]: the sum of parts [num_parts, H or 1, margin + R + margin, WIDTH], and in the first
     and the last row that of the margins and of ends [num_ends, H or 1, 2, WIDTH], which may be None. parts and ends have two
     strides, between terms and between heads, gradients that between heads.
 
-    Grid: (blocks of a head's R * WIDTH elements * heads of the gradient,), blocks fastest.
+    Grid: (blocks of a head's R * WIDTH elements * heads of the gradient,), blocks fastest. With ends, the two end rows of a head
+    have further blocks, each of COLUMNS.
     """
     size = tl.cast(num_rows, tl.int64) * WIDTH
     num_blocks = tl.cdiv(size, BLOCK)
-    head, start = tl.program_id(0) // num_blocks, tl.program_id(0) % num_blocks * BLOCK
-    element = start + tl.arange(0, BLOCK)
-    part, step = parts[0] + head * parts[1][1], parts[1][0]
-    total = sum_of_terms(part, step, num_parts, margin * WIDTH + element, element < size, TERMS)
-    for SIDE in tl.static_range(2):
-        first = 0 if SIDE == 0 else size - WIDTH  # element of the end row
-        if (start < first + WIDTH) & (start + BLOCK > first):
-            column, valid = element - first, (element >= first) & (element < first + WIDTH)
-            for row in range(margin):
-                beyond = row if SIDE == 0 else margin + num_rows + row
-                total += sum_of_terms(part, step, num_parts, beyond * WIDTH + column, valid, TERMS)
-            if ends is not None:
-                end = ends[0] + head * ends[1][1]
-                total += sum_of_terms(end, ends[1][0], num_ends, SIDE * WIDTH + column, valid, TERMS)
-    tl.store(gradients[0] + head * gradients[1][0] + element, total.to(gradients[0].dtype.element_ty), mask=element < size)
+    if ends is None:
+        head, block = tl.program_id(0) // num_blocks, tl.program_id(0) % num_blocks
+        part, gradient = parts[0] + head * parts[1][1], gradients[0] + head * gradients[1][0]
+        add_rows(part, parts[1][0], num_parts, gradient, block, size, margin, False, WIDTH, TERMS, BLOCK)
+    else:
+        NUM_COLUMNS: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+        head = tl.program_id(0) // (num_blocks + 2 * NUM_COLUMNS)
+        block = tl.program_id(0) % (num_blocks + 2 * NUM_COLUMNS)
+        part, gradient = parts[0] + head * parts[1][1], gradients[0] + head * gradients[1][0]
+        if block < num_blocks:
+            add_rows(part, parts[1][0], num_parts, gradient, block, size, margin, True, WIDTH, TERMS, BLOCK)
+        else:
+            side, first_column = (block - num_blocks) // NUM_COLUMNS, (block - num_blocks) % NUM_COLUMNS * COLUMNS
+            end = ends[0] + head * ends[1][1]
+            add_end_row(
+                part,
+                parts[1][0],
+                num_parts,
+                end,
+                ends[1][0],
+                num_ends,
+                gradient,
+                side,
+                first_column,
+                num_rows,
+                margin,
+                WIDTH,
+                4 * TERMS,
+                COLUMNS,
+            )
 
 
 def table_splits(multiprocessors: int, programs: int, shares: int) -> int:
@@ -153,21 +239,18 @@ class TableSums:
             if ends is not None:  # (heads, sequences, blocks, 2, width)
                 num_ends = math.prod(ends.shape[1:3]) * (1 if per_head else ends.shape[0])
                 strided_ends = ends, (2 * width, num_ends * 2 * width if per_head else 0)
-            self.call.plan.launch(
-                "table_gradient",
-                table_gradient_kernel,
-                None,
-                (cdiv(size, BLOCK) * heads,),
-                {
-                    "parts": (parts, strides),
-                    "ends": strided_ends,
-                    "gradients": (gradient, (size,)),
-                    "num_parts": num_parts,
-                    "num_ends": num_ends,
-                    "num_rows": self.num_rows,
-                    "margin": self._margin(name),
-                    "WIDTH": width,
-                    "TERMS": TERMS,
-                    "BLOCK": BLOCK,
-                },
-            )
+            programs = cdiv(size, CONFIG.block_n) + (0 if ends is None else 2 * cdiv(width, COLUMNS))
+            arguments = {
+                "parts": (parts, strides),
+                "ends": strided_ends,
+                "gradients": (gradient, (size,)),
+                "num_parts": num_parts,
+                "num_ends": num_ends,
+                "num_rows": self.num_rows,
+                "margin": self._margin(name),
+                "WIDTH": width,
+                "TERMS": CONFIG.block_m,
+                "BLOCK": CONFIG.block_n,
+                "COLUMNS": COLUMNS,
+            }
+            self.call.plan.launch("table_gradient", table_gradient_kernel, CONFIG, (programs * heads,), arguments)

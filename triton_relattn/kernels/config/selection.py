@@ -161,7 +161,7 @@ def conditions(
     term_set: str = "none",
     length: int = 0,
 ) -> Row:
-    """Return the conditions that a call meets, but for the kernel. float32_precision: torch.get_float32_matmul_precision().
+    """Return the conditions that a call meets, without the kernel. float32_precision: torch.get_float32_matmul_precision().
     width: the largest width of query, value and rel_query."""
     precision = input_precision(dtype, arch, float32_precision) if dtype == torch.float32 else "16 bits"
     unit, padded, name = architecture_of(arch).unit, str(padded_width(width, LEAST_WIDTH)), str(dtype).removeprefix("torch.")
