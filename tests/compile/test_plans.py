@@ -59,20 +59,16 @@ class Recorder:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.launches: list[Launched] = []
         self.by_plans = 0
-        patch.setattr(plan.Launch, "compile", self.compile)
         patch.setattr(JITFunction, "run", lambda kernel, *arguments, **options: self.run(kernel, arguments, **options))
         patch.setattr(plan, "_run", JITFunction.run)
-
-    def compile(self, arguments: Any) -> None:
-        raise NotImplementedError
 
     def run(self, kernel: JITFunction, arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
         self.launches.append((kernel.__name__, specialised(kernel, arguments, options), grid, list(map(numbers, arguments))))
 
-    def note(self, launch: plan.Launch, compiled_for: str, *given: Any) -> None:
+    def note(self, kernel: JITFunction, compiled_for: str, *given: Any) -> None:
         grid, arguments = given[:3], given[9:]  # between them stream, function, metadata twice and two hooks
         self.by_plans += 1
-        self.launches.append((launch.kernel.__name__, compiled_for, grid, list(arguments)))
+        self.launches.append((kernel.__name__, compiled_for, grid, list(arguments)))
 
 
 @pytest.fixture
@@ -82,10 +78,11 @@ def recorder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Record
     monkeypatch.setattr(implementations, "_why_no_kernels", lambda *_: None)
     recorder = Recorder(monkeypatch)
 
-    def compile_nothing(launch: plan.Launch, arguments: Any) -> None:
-        launch.run = partial(recorder.note, launch, specialised(launch.kernel, arguments, launch.options))
+    def compile_nothing(launch: plan.Launch, arguments: Any) -> plan.Compiled:
+        return partial(recorder.note, launch.kernel, specialised(launch.kernel, arguments, launch.options)), None, None
 
     monkeypatch.setattr(plan.Launch, "compile", compile_nothing)
+    monkeypatch.setattr(plan, "_compiled", {})
     monkeypatch.setattr(_calls, "_known", {})
     active = driver._active
     driver.set_active(AbsentGPU(gpu_target("sm_90")))
@@ -250,8 +247,8 @@ def test_plans_launch_what_triton_would(recorder: Recorder, seed: int, monkeypat
 # What a decision reads.
 
 
-READ = {"arch", "multiprocessors", "tables", "float32_precision", "launcher", "ptx_options"}
-"""Of the surroundings. The current GPU is in the key since kernels are loaded there."""
+READ = {"arch", "multiprocessors", "tables", "float32_precision", "gpu", "launcher", "ptx_options"}
+"""Of the surroundings."""
 READ_OF_TENSORS = {"shape", "strides", "dtype", "alignment", "strided", "cell", "source"}
 READ_OF_ARGUMENTS = {"shape", "dim", "dtype", "device", "layout", "is_nested", "requires_grad", "numel"}
 """By validation, of tensors whose values it does not read. facts_of has them; layout and is_nested are among the keys."""
@@ -384,9 +381,9 @@ def test_parts_share_their_kernels(recorder: Recorder, monkeypatch: pytest.Monke
     compiled: list[str] = []
     compile_nothing = plan.Launch.compile
 
-    def compile_and_note(launch: plan.Launch, given: Any) -> None:
+    def compile_and_note(launch: plan.Launch, given: Any) -> plan.Compiled:
         compiled.append(launch.name)
-        compile_nothing(launch, given)
+        return compile_nothing(launch, given)
 
     monkeypatch.setattr(plan.Launch, "compile", compile_and_note)
     launches = launched(recorder, partial(fused_relative_attention, *leaves, implementation="triton"), leaves)

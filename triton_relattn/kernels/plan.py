@@ -13,6 +13,7 @@ plan, and compiles nothing. A kernel that does not fit the GPU is found then, an
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import threading
@@ -38,6 +39,9 @@ LAUNCH_OPTIONS = {"enable_fp_fusion": True}
 SCRATCH_ALIGNMENT = 128
 NOTHING = 0  # the cell that has None for good
 MOST_PLANS = 1024  # kept; a plan has some 10 KB, and no tensor
+
+Compiled = tuple[Callable[..., None], Any, Any]
+"""A kernel's launcher, its function on the GPU, and its metadata, as Triton's launcher takes them."""
 
 
 class Surroundings(NamedTuple):
@@ -114,10 +118,10 @@ class Launch:
         self.run: Any = None
         self.function = self.metadata = None
 
-    def compile(self, arguments: Sequence[Any]) -> None:
-        """Find the kernel that Triton compiles for arguments of this kind, and load it."""
+    def compile(self, arguments: Sequence[Any]) -> Compiled:
+        """Let Triton find or compile the kernel for arguments of this kind, and load it."""
         compiled = self.kernel.warmup(*arguments, grid=self.grid, **self.options)
-        self.run, self.function, self.metadata = compiled.run, compiled.function, compiled.packed_metadata
+        return compiled.run, compiled.function, compiled.packed_metadata
 
 
 class Plan:
@@ -135,6 +139,7 @@ class Plan:
         self.views: list[tuple[Slot, int]] = []  # with the cell of what it is a view of
         self.groups: list[tuple[int, Any, Any]] = []  # cell, function that picks its parts, type
         self.known: dict[int, tuple[Any, int]] = {}  # groups by their identity, and their cells
+        self.kinds: dict[int, tuple[Any, Any]] = {}  # the same, and what Triton compiles for of them
         self.launches: list[Launch] = []
         self.described: list[list[Any]] = []  # arguments of the launches, until they are compiled
         self.preparations: list[tuple[Callable[..., object], tuple[Slot, ...]]] = []
@@ -237,24 +242,42 @@ class Plan:
         configuration was not selected."""
         self.results = tuple(None if slot is None else slot.source for slot in results)
         assert not any(slot is not None and slot.source is None for slot in results)
-        compiled: dict[Any, list[tuple[Sequence[Any], Launch]]] = {}
-        compiles = self.key.surroundings.launcher != "another"
-        for launch, arguments in zip(self.launches, self.described, strict=True) if compiles else ():
-            others = compiled.setdefault((launch.kernel, launch.config), [])
-            other = next((other for seen, other in others if _differ_in_numbers(launch.kernel, seen, arguments)), None)
-            if other is not None:
-                launch.run, launch.function, launch.metadata = other.run, other.function, other.metadata
-                continue
+        if self.key.surroundings.launcher != "another":
+            for launch, arguments in zip(self.launches, self.described, strict=True):
+                self._compile(launch, arguments)
+        self.described, self.known, self.kinds = [], {}, {}
+        return self
+
+    def _compile(self, launch: Launch, arguments: Sequence[Any]) -> None:
+        """Find the kernel of a launch among those that are compiled, or compile it."""
+        around = self.key.surroundings
+        kinds = [
+            value if name.isupper() else self._kind(value, is_compiled_for)
+            for name, value, is_compiled_for in zip(launch.kernel.arg_names, arguments, _specialized(launch.kernel), strict=True)
+        ]
+        key = launch.kernel, around.gpu, around.launcher, *launch.options.items(), *kinds
+        if key not in _compiled:
             try:
-                launch.compile(arguments)
+                _compiled[key] = launch.compile(arguments)
             except OutOfResources as error:
                 if launch.name not in self.selected:
                     raise
-                selection.take_smaller(launch.name, self.key.surroundings.arch, self.selected[launch.name], error)
+                selection.take_smaller(launch.name, around.arch, self.selected[launch.name], error)
                 raise DoesNotFit from None
-            others.append((arguments, launch))
-        self.described, self.known = [], {}
-        return self
+        launch.run, launch.function, launch.metadata = _compiled[key]
+
+    def _kind(self, value: Any, is_compiled_for: bool = True) -> Any:
+        """Return what Triton compiles for of an argument. is_compiled_for, False: of a number only how it is passed."""
+        if isinstance(value, int) and not isinstance(value, bool):
+            bits = 32 if -(2**31) <= value < 2**31 else 64
+            return (value == 1, value % ALIGNMENT == 0, bits) if is_compiled_for else bits
+        if isinstance(value, Slot):
+            return value.dtype, value.alignment
+        if isinstance(value, tuple):
+            if id(value) not in self.kinds:
+                self.kinds[id(value)] = value, tuple([self._kind(part) for part in value])
+            return self.kinds[id(value)][1]
+        return type(value)
 
     # To call it.
 
@@ -349,22 +372,16 @@ def _tensor_of(slot: Slot, tensors: list[Any]) -> torch.Tensor:
     return tensor if tensor.shape == slot.shape else tensor.as_strided(slot.shape, slot.strides)
 
 
-def _differ_in_numbers(kernel: Any, some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Return whether arguments of two launches differ at most in numbers that a kernel is not compiled for."""
-    return all(
-        one is other or (parameter.do_not_specialize and _bits(one) == _bits(other)) or one == other
-        for parameter, one, other in zip(kernel.params, some, others, strict=True)
-    )
-
-
-def _bits(number: int | None) -> int | None:
-    """Return the bits in which Triton passes a whole number that no kernel is compiled for."""
-    return None if number is None else 32 if -(2**31) <= number < 2**31 else 64
+@functools.cache
+def _specialized(kernel: Any) -> tuple[bool, ...]:
+    """Return of which arguments of a kernel Triton compiles for the value of a number."""
+    return tuple(not parameter.do_not_specialize for parameter in kernel.params)
 
 
 # The plans that there are.
 
 _plans: dict[tuple[Any, ...], Plan] = {}  # by Key
+_compiled: dict[tuple[Any, ...], Compiled] = {}  # by all that Triton compiles for
 _making = threading.RLock()
 _run, _compiled_run = JITFunction.run, CompiledKernel.__dict__["run"]
 
