@@ -75,7 +75,7 @@ compile-newest: setup ## every kernel compiles with the newest triton, too (700 
 	$(BIN)/pip install --quiet --no-deps --upgrade --target .triton-newest $(shell grep ^triton== constraints-newest.txt)
 	PYTHONPATH=.triton-newest $(PYTEST) $(COMPILED) -m $(QUICK)
 
-COMPILED := tests/compile/test_features.py tests/compile/test_launching.py tests/compile/test_grids.py tests/compile/test_rotations.py tests/compile/test_products.py \
+COMPILED := tests/compile/test_features.py tests/compile/test_plans.py tests/compile/test_grids.py tests/compile/test_rotations.py tests/compile/test_products.py \
 	tests/compile/test_stub_gpu.py
 
 # The families of transformers with the oldest version that is supported.

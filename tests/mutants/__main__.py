@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         print("\n".join(f"{fault.name}: {fault.effect}" for fault in faults))
         return 0
-    variables = dict.fromkeys(("tests/interpreter", "[triton_in"), INTERPRETED)
+    variables = dict.fromkeys(("tests/interpreter", "[triton_in", "[triton]"), INTERPRETED)
     runner = Runner(ROOT, PACKAGE, variables=variables, cpu_seconds=SECONDS)
     runner.check_imports()
     before = caught_before()

@@ -147,7 +147,6 @@ class Call:
 
     Attributes:
         conditions: by which its tiles are selected.
-        tile_constants: those of all kernels, without what a configuration says; see kernel_tile.
     """
 
     def __init__(
@@ -196,32 +195,22 @@ class Call:
         has_scale = (rel_key is not None or rel_p2c is not None) and rel_scale != 1
         scaling = Scaling(scale / math.log(2), rel_scale if has_scale else None, 1 / scale, spec.softcap)
 
-        # What is compiled into the kernels
+        # What is compiled into the kernels, besides a configuration's tile; see kernel_tile
         round_terms = architectures.rounds_terms(self.arch, query.dtype) and float16_holds_terms(scale)
-        value_tile = TileConstants(
-            0,
-            0,
-            coverage=self.coverage,
-            precision=architectures.input_precision(query.dtype, self.arch, precision),
-            width=widths[1],
-            block_width=self.shape.block_dv,
-            has_matrix=True,
-        )
-        key_tile = None
-        if rel_p2c is not None:
-            key_tile = value_tile._replace(
-                round_terms=round_terms, width=widths[0], block_width=self.shape.block_d, has_scale=has_scale
-            )
-        self.tile_constants = value_tile._replace(
-            round_terms=round_terms and rel_key is not None,  # a bias alone is not rounded
-            width=widths[2],
-            block_width=self.shape.block_dr,
-            has_matrix=rel_key is not None,
-            has_bias=rel_bias is not None,
-            has_scale=has_scale and rel_key is not None,
-            value_tile=value_tile,
-            key_tile=key_tile,
-        )
+        shape = self.shape
+        of_values = {"coverage": self.coverage, "precision": architectures.input_precision(query.dtype, self.arch, precision)}
+        of_values |= {"width": widths[1], "block_width": shape.block_dv, "has_matrix": True}
+        of_keys = {"round_terms": round_terms, "width": widths[0], "block_width": shape.block_d, "has_scale": has_scale}
+        self.value_constants: dict[str, Any] = of_values
+        self.key_constants: dict[str, Any] | None = None if rel_p2c is None else of_values | of_keys
+        self.constants: dict[str, Any] = of_values | {
+            "round_terms": round_terms and rel_key is not None,  # a bias alone is not rounded
+            "width": widths[2],
+            "block_width": shape.block_dr,
+            "has_matrix": rel_key is not None,
+            "has_bias": rel_bias is not None,
+            "has_scale": has_scale and rel_key is not None,
+        }
 
         # The tensors: tables as of one batch entry, the mask as of all pairs
         if rel_bias is not None and rel_bias.shape[-1] * rel_bias.strides[-1] >= 2**31:  # its rows are addressed in 32 bits
@@ -264,26 +253,25 @@ class Call:
 
     def kernel_tile(self, kernel: str, config: TileConfig) -> TileConstants:
         """Return the constants that a kernel is compiled with."""
-        constants = self.tile_constants
-        # Kernels that read dS by relative position need the rows of a clamped table, and nothing beyond.
-        coverage = "zero" if self.coverage == "clamp" and kernel in ("stored_dq", "dtable") else self.coverage
         # A loop over the keys can carry what belongs to its queries, one over the queries what belongs to its keys.
         carry, key_carry = (config.carry, None) if kernel in ("forward", "dq") else (None, config.carry)
-        config_constants: dict[str, Any] = {
+        tile: dict[str, Any] = {
             "block_m": config.block_m,
             "block_n": config.block_n,
             "rotation": config.rotation,
             "warps": config.num_warps,
             "carry": carry,
-            "coverage": coverage,
         }
-        value_tile, key_tile = constants.value_tile, constants.key_tile
-        assert value_tile is not None
-        if key_tile is not None:
+        # Kernels that read dS by relative position need the rows of a clamped table, and nothing beyond.
+        if self.coverage == "clamp" and kernel in ("stored_dq", "dtable"):
+            tile["coverage"] = "zero"
+        key_tile = None
+        if self.key_constants is not None:
             in_registers = config.rotation != "gather" and config.block_n % (16 * config.num_warps) == 0
             of_keys = {"block_m": config.block_n, "rotation": "registers" if in_registers else "gather", "carry": key_carry}
-            key_tile = key_tile._replace(**config_constants | of_keys)
-        return constants._replace(**config_constants, value_tile=value_tile._replace(**config_constants), key_tile=key_tile)
+            key_tile = TileConstants(**self.key_constants | tile | of_keys)
+        value_tile = TileConstants(**self.value_constants | tile)
+        return TileConstants(**self.constants | tile, value_tile=value_tile, key_tile=key_tile)
 
     def launch(self, name: str, kernel: Any, config: TileConfig, programs: tuple[int, ...], **arguments: Any) -> None:
         """Launch one of KERNELS, in so many programs, with the arguments that all kernels share."""
