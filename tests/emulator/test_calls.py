@@ -155,7 +155,7 @@ def test_programs_that_share_keys(target: str, dtype: str, name: str, monkeypatc
 @pytest.mark.skipif(LACKS_FENCES, reason="kernels of this Triton get all fences from kernels/fences.py")
 def test_triton_needs_aligned_operands(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton omits a fence if cp.async cannot load keys. Once this fails, with_aligned_operands is no longer needed."""
-    monkeypatch.setattr(forward, "with_aligned_operands", lambda tensors: tensors)
+    monkeypatch.setattr(forward, "with_aligned_operands", lambda plan, tensors: tensors)
     with pytest.raises(AssertionError, match="wgmma reads what no proxy fence covers"):
         check(STRIDED_KEYS.sample(), STRIDED_KEYS.way())
 
