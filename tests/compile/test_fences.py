@@ -53,14 +53,14 @@ def test_kernels_of_others_and_other_gpus_are_left_alone() -> None:
     q = torch.zeros(64, 64, dtype=torch.bfloat16)
     with recorded_launches("sm_90") as launches:
         small.attention[(1,)](q, q, q, q, 64, D=64, BLOCK_M=64, BLOCK_N=64, num_stages=2)
-        assert fences.ptx_options() == fences.MARK
+        assert fences.ptx_options("sm_90") == fences.MARK
     assert launches[0].kernel.metadata.ptx_options is None
     for target in ("sm_80", "sm_100", "gfx942"):
         with recorded_launches(target):
-            assert fences.ptx_options() is None
+            assert fences.ptx_options(target) is None
 
 
 def test_options_of_the_user_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(knobs.nvidia, "ptxas_options", "--verbose")
     with recorded_launches("sm_90"):
-        assert fences.ptx_options() == f"--verbose {fences.MARK}"
+        assert fences.ptx_options("sm_90") == f"--verbose {fences.MARK}"

@@ -135,7 +135,12 @@ def drawn(choose: random.Random) -> tuple[partial[Any], list[torch.Tensor]]:
     if choose.random() < 0.2:
         given["key_lengths"] = torch.full((batch,), length, dtype=choose.choice((torch.int32, torch.int64)))
     if choose.random() < 0.2:
-        given["attn_mask"] = torch.ones(length, length, dtype=torch.bool)
+        given["attn_mask"] = torch.ones(length, length, dtype=choose.choice((torch.bool, torch.float32, dtype)))
+    if "rel_bias" in given and choose.random() < 0.3:
+        given["rel_bias"] = tensor(choose, *given["rel_bias"].shape, dtype=torch.float32)
+    given["window_size"] = choose.choice((None, None, (20, 5)))
+    given["query_offset"] = choose.choice((None, 1, 16, torch.ones(batch, dtype=torch.int64)))
+    given["softcap"] = choose.choice((None, None, 30.0))
     given["dropout_p"] = choose.choice((0.0, 0.0, 0.3))
     if choose.random() < 0.2:
         given["return_lse"] = True
@@ -144,8 +149,9 @@ def drawn(choose: random.Random) -> tuple[partial[Any], list[torch.Tensor]]:
     return partial(fused_relative_attention, *operands, **given, implementation="triton"), wanted
 
 
-def launched(recorder: Recorder, call: partial[Any], wanted: list[torch.Tensor]) -> list[Any]:
-    """The launches of a call, forward and backward, to be compared with others."""
+def launched(recorder: Recorder, call: partial[Any], wanted: list[torch.Tensor], seed: int = 0) -> list[Any]:
+    """The launches of a call, forward and backward, to be compared with others. seed: of the memory order of gradients."""
+    choose = random.Random(seed)
     given = {value.data_ptr() for value in (*call.args, *call.keywords.values()) if isinstance(value, torch.Tensor)}
     recorder.launches.clear()
     out = call()
@@ -153,7 +159,8 @@ def launched(recorder: Recorder, call: partial[Any], wanted: list[torch.Tensor])
     forward = comparable(recorder.launches, given)
     recorder.launches.clear()
     if outs[0].requires_grad:
-        torch.autograd.grad(outs, wanted, tuple(torch.zeros_like(out) for out in outs))
+        grads = tuple(tensor(choose, *out.shape, dtype=out.dtype).detach() for out in outs)
+        torch.autograd.grad(outs, wanted, grads)
     return [*forward, *comparable(recorder.launches, given)]
 
 
@@ -235,12 +242,13 @@ def test_plans_launch_what_triton_would(recorder: Recorder, seed: int, monkeypat
             choose.choice(CHANGES)(choose, monkeypatch)
         call, wanted = choose.choice(pool) if choose.random() < 0.9 else drawn(choose)
         with torch.autocast("cpu", torch.bfloat16, enabled=choose.random() < 0.1):
-            kept = launched(recorder, call, wanted)
+            order = choose.randrange(100)
+            kept = launched(recorder, call, wanted, order)
             with monkeypatch.context() as patch:
                 patch.setattr(plan, "_plans", {})
                 patch.setattr(_calls, "_known", {})
                 patch.setattr(plan, "launcher", lambda: "another")
-                assert kept == launched(recorder, call, wanted)
+                assert kept == launched(recorder, call, wanted, order)
     assert recorder.by_plans > CALLS / 4
 
 

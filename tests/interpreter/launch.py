@@ -136,7 +136,7 @@ def launches_seen_by(see: Callable[[str, dict[str, Any]], None]) -> Iterator[Non
 
 
 def round_terms(monkeypatch: pytest.MonkeyPatch, rounded: bool) -> None:
-    """Let the kernels round terms to float16, or not, for all dtypes; plans are made anew."""
+    """Let the kernels round terms to float16, or not, for all dtypes, in plans of their own."""
     monkeypatch.setattr(architectures, "rounds_terms", lambda *_: rounded)
     monkeypatch.setattr(plan, "_plans", {})
 

@@ -237,7 +237,7 @@ def test_batched_gradients(attend: Any) -> None:
 
 
 def test_dropout(attend: Any) -> None:
-    """Each call draws anew, known or not, and what it draws depends on torch's generator alone."""
+    """Each call draws new weights, known or not, and what it draws depends on torch's generator alone."""
     inputs = leaves()
     drop = partial(attend, *inputs, dropout_p=0.4)
     torch.manual_seed(3)
