@@ -28,7 +28,7 @@ MOST_KNOWN = 4096
 KINDS = frozenset((*PLAIN, type(None), bool, int, float, tuple, RelativePositions))
 """Of the arguments of calls that may be known."""
 READ = ("attn_mask", "key_lengths", "query_offset", "cu_seqlens_q", "cu_seqlens_k")
-"""The arguments whose values are checked where they can be read."""
+"""The arguments whose values are checked where they can be read; tensors among them may have to be rearranged."""
 
 
 class Known(NamedTuple):
@@ -63,8 +63,9 @@ def attend(arguments: Arguments, name: str | None) -> tuple[torch.Tensor, torch.
         if key is None or chosen is REFERENCE or tensors.query.device.type == "meta":
             return _attend_watched(tensors, spec, chosen, arguments.return_lse)
         tensors = _with_dropout(tensors, spec)
-        known = _know(arguments, tensors, spec, chosen)
-        if not any(isinstance(value := getattr(arguments, name), torch.Tensor) and has_values(value) for name in READ):
+        read = [value for field in READ if isinstance(value := getattr(arguments, field), torch.Tensor)]
+        known = _know(tensors, spec._replace(with_lse=arguments.return_lse), chosen, bool(read))
+        if not any(map(has_values, read)):
             if len(_known) >= MOST_KNOWN:
                 _known.clear()
             _known[key] = known
@@ -84,14 +85,10 @@ def _with_dropout(tensors: AttentionTensors, spec: AttentionSpec) -> AttentionTe
     return tensors if spec.dropout_p == 0 else tensors._replace(**draw_dropout(tensors.query, tensors.num_sequences))
 
 
-def _know(arguments: Arguments, tensors: AttentionTensors, spec: AttentionSpec, chosen: Implementation) -> Known:
+def _know(tensors: AttentionTensors, spec: AttentionSpec, chosen: Implementation, is_rearranged: bool) -> Known:
     """Decide how calls of a kind are computed."""
-    if not arguments.return_lse:
-        spec = spec._replace(with_lse=False)
     differentiated = is_differentiated(tensors)
     save_extra = differentiated and chosen.saves_extra(tensors, spec)
-    given = (arguments.attn_mask, arguments.key_lengths, arguments.query_offset)
-    is_rearranged = arguments.is_packed or any(isinstance(value, torch.Tensor) for value in given)
     run, surroundings = chosen.prepared(tensors, spec, save_extra), chosen.surroundings(tensors.query)
     return Known(spec, chosen, surroundings, run, differentiated, save_extra, is_rearranged)
 

@@ -104,7 +104,7 @@ class AttentionOperator:
     ) -> Gradients:
         """Compute the gradients of the first tensors of a call; None for those that are absent or not needed."""
         if lse is None or lse.shape[2] != d_out.shape[2]:
-            d_lse = None  # zeros of torch.func for an lse that is not there
+            d_lse = None  # zeros of torch.func for an absent lse
         elif d_lse is not None:  # for a query that sees nothing, merging of partial results may give NaN
             d_lse = d_lse.masked_fill(lse.isneginf(), 0)
         return implementation.backward(d_out, d_lse, (out, softmax_stats, extra), tensors, spec, needs_grad)

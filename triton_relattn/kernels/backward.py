@@ -48,7 +48,7 @@ def backward(
 
     Memory beyond the gradients:
 
-    - One float32 for each query. With clamped tables two more for rel_key and rel_bias, and two for rel_value.
+    - One float32 per query. With clamped tables two more for rel_key and rel_bias, and two for rel_value.
     - float32 sums for the gradient of the query, if not all pairs of a head are in the workspace at once, and for what a table
       without a row for every pair adds to it.
     - Each table's gradient in float32, once for each of the programs that share its sum (table_splits). Not if one
@@ -126,7 +126,8 @@ def plan_backward(key: Key) -> Plan:
     launch_far_keys(call, tensors.key)
     recomputes_ds = call.coverage != "full"  # in dq_kernel; the workspace has only pairs near the table
     kernels = ["dkv", "stored_dq", "dtable"] + ["dp2c"] * (tensors.rel_p2c is not None) + ["dq"] * recomputes_ds
-    tiles = {kernel: call.tile(kernel, dict(given_tiles or ()).get(kernel)) for kernel in kernels}
+    given = dict(given_tiles or ())
+    tiles = {kernel: call.tile(kernel, given.get(kernel)) for kernel in kernels}
     step = query_step(8 * query.element_size())
     tiles |= {kernel: shortened(tiles[kernel], spec.max_seqlen_q, step) for kernel in ("stored_dq", "dtable")}
     needed = {name for name, gradient in gradients.items() if gradient is not None}
@@ -155,7 +156,7 @@ def plan_backward(key: Key) -> Plan:
     )
     # Blocks that a sequence of a pack does not have stay 0.
     end_rows: dict[str, Slot] = {}
-    for name in needed.intersection(TABLES) if is_clamped else ():
+    for name in [name for name in TABLES if is_clamped and name in needed]:
         length, kernel = (spec.max_seqlen_k, "dkv") if name == "rel_p2c" else (spec.max_seqlen_q, "dq")
         blocks = cdiv(length, tiles[kernel].block_n if name == "rel_p2c" else tiles[kernel].block_m)
         width = 1 if name == "rel_bias" else getattr(tensors, name).shape[-1]

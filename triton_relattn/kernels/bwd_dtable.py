@@ -85,7 +85,7 @@ def dtable_kernel(
     vectors: the queries, or what rel_key meets in their place, and stored is dS, [1, heads, Nq, columns]. FOR_VALUES: vectors are
     d_out, and stored is P. first_program, stop_program: the programs of the dkv kernel whose numbers the workspace has.
 
-    Pairs beyond a clamped table are not here: dq_kernel sums them for each query (table_gradient.py).
+    Pairs beyond a clamped table are those of dq_kernel (table_gradient.py).
 
     Grid: as table_share has it; a program takes every splits-th block of queries of all heads that use its table.
     """

@@ -198,12 +198,18 @@ class Call:
         # What is compiled into the kernels, besides a configuration's tile; see kernel_tile
         round_terms = architectures.rounds_terms(self.arch, query.dtype) and float16_holds_terms(scale)
         shape = self.shape
-        of_values = {"coverage": self.coverage, "precision": architectures.input_precision(query.dtype, self.arch, precision)}
-        of_values |= {"width": widths[1], "block_width": shape.block_dv, "has_matrix": True}
-        of_keys = {"round_terms": round_terms, "width": widths[0], "block_width": shape.block_d, "has_scale": has_scale}
-        self.value_constants: dict[str, Any] = of_values
-        self.key_constants: dict[str, Any] | None = None if rel_p2c is None else of_values | of_keys
-        self.constants: dict[str, Any] = of_values | {
+        self.value_constants: dict[str, Any] = {
+            "coverage": self.coverage,
+            "precision": architectures.input_precision(query.dtype, self.arch, precision),
+            "width": widths[1],
+            "block_width": shape.block_dv,
+            "has_matrix": True,
+        }
+        self.key_constants: dict[str, Any] | None = None
+        if rel_p2c is not None:
+            key_widths = {"width": widths[0], "block_width": shape.block_d}
+            self.key_constants = self.value_constants | key_widths | {"round_terms": round_terms, "has_scale": has_scale}
+        self.constants: dict[str, Any] = self.value_constants | {
             "round_terms": round_terms and rel_key is not None,  # a bias alone is not rounded
             "width": widths[2],
             "block_width": shape.block_dr,
@@ -268,8 +274,8 @@ class Call:
         key_tile = None
         if self.key_constants is not None:
             in_registers = config.rotation != "gather" and config.block_n % (16 * config.num_warps) == 0
-            of_keys = {"block_m": config.block_n, "rotation": "registers" if in_registers else "gather", "carry": key_carry}
-            key_tile = TileConstants(**self.key_constants | tile | of_keys)
+            exchanged = {"block_m": config.block_n, "rotation": "registers" if in_registers else "gather", "carry": key_carry}
+            key_tile = TileConstants(**self.key_constants | tile | exchanged)
         value_tile = TileConstants(**self.value_constants | tile)
         return TileConstants(**self.constants | tile, value_tile=value_tile, key_tile=key_tile)
 

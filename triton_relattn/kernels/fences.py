@@ -8,14 +8,12 @@ Here one is put before every wgmma.fence of a kernel's PTX, about as many as 3.7
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
 import triton
 from triton import knobs
-from triton.runtime.driver import driver
-
-from . import kernels_are_interpreted
 
 LACKS_FENCES = tuple(map(int, re.findall(r"\d+", triton.__version__)[:3])) < (3, 7, 1)
 MARK = "--warn-on-spills"
@@ -29,18 +27,16 @@ def with_fences(ptx: str) -> str:
     return ptx.replace(WGMMA, f"fence.proxy.async.shared::cta;\n\t{WGMMA}")
 
 
-def ptx_options() -> str | None:
+def ptx_options(arch: str) -> str | None:
     """Return options of ptxas to compile kernels with: those that make sure of their fences where Triton does not; else None."""
-    if not LACKS_FENCES or kernels_are_interpreted():  # an interpreted kernel has no GPU
-        return None
-    target = driver.active.get_current_target()
-    if (target.backend, target.arch) != ("cuda", 90):
+    if not LACKS_FENCES or arch != "sm_90":
         return None
     _extend_pipeline()
     given = knobs.nvidia.ptxas_options
     return f"{given} {MARK}" if given else MARK
 
 
+@functools.cache
 def _extend_pipeline() -> None:
     """Have Triton's compiler add fences to the PTX of marked kernels, and of no others."""
     from triton.backends.nvidia.compiler import CUDABackend

@@ -41,11 +41,7 @@ def aligned(plan: Plan, tensor: Slot, dtype: torch.dtype) -> Slot:
     if tensor.dtype == dtype and (is_aligned or dtype.itemsize != 2 or unit in ("mfma", "interpreter")):
         return tensor
     *sizes, width = tensor.shape
-    strides, row = [1], -(-width // 16) * 16
-    for size in reversed(sizes):
-        strides.insert(0, row)
-        row *= max(size, 1)
-    return plan.copied(tensor, strides, dtype)
+    return plan.copied(tensor, contiguous_strides((*sizes, -(-width // 16) * 16)), dtype)
 
 
 def with_aligned_operands(plan: Plan, tensors: AttentionTensors) -> AttentionTensors:
@@ -58,12 +54,9 @@ def contiguous(plan: Plan, tensor: Slot | None) -> Slot | None:
     """Return a tensor as kernels take those without strides: its elements side by side."""
     if tensor is None:
         return None
-    step = 1
-    for size, stride in zip(reversed(tensor.shape), reversed(tensor.strides), strict=True):
-        if size != 1 and stride != step:
-            return plan.copied(tensor)
-        step *= size
-    return tensor
+    dimensions = zip(tensor.shape, tensor.strides, contiguous_strides(tensor.shape), strict=True)
+    is_contiguous = all(size == 1 or stride == usual for size, stride, usual in dimensions)
+    return tensor if is_contiguous else plan.copied(tensor)
 
 
 def new_like(plan: Plan, tensor: Slot, width: int | None = None) -> Slot:

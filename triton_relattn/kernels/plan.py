@@ -84,13 +84,9 @@ class Slot:
         self.shape, self.strides = tuple(shape), tuple(strides)
         self.strided = self, self.strides  # as kernels take it
 
-    def stride(self, dim: int | None = None) -> Any:
-        return self.strides if dim is None else self.strides[dim]
-
-    def dim(self) -> int:
+    @property
+    def ndim(self) -> int:
         return len(self.shape)
-
-    ndim = property(dim)
 
     def numel(self) -> int:
         return math.prod(self.shape)
@@ -262,7 +258,8 @@ class Plan:
             except OutOfResources as error:
                 if launch.name not in self.selected:
                     raise
-                selection.take_smaller(launch.name, around.arch, self.selected[launch.name], error)
+                if selection.tables(around.arch) is around.tables:  # else another plan has found that
+                    selection.take_smaller(launch.name, around.arch, self.selected[launch.name], error)
                 raise DoesNotFit from None
         launch.run, launch.function, launch.metadata = _compiled[key]
 
@@ -414,7 +411,7 @@ def surroundings(device: torch.device) -> Surroundings:
         torch.get_float32_matmul_precision(),
         None if kernels_are_interpreted() else driver.active.get_current_device(),
         launcher(),
-        ptx_options(),
+        ptx_options(arch),
     )
 
 

@@ -95,7 +95,7 @@ def add_end_row(
             first, stop = margin + tl.maximum(num_rows - 1, 1), margin + num_rows + margin
         if (side == SIDE) | (num_rows == 1):
             for row in range(first, stop):
-                total += sum_of_terms(part + row * WIDTH, part_step, num_parts, column, valid, TERMS)
+                total += sum_of_terms(part + tl.cast(row, tl.int64) * WIDTH, part_step, num_parts, column, valid, TERMS)
             total += sum_of_terms(end + SIDE * WIDTH, end_step, num_ends, column, valid, TERMS)
     row = tl.where(side == 0, 0, num_rows - 1)
     tl.store(gradient + tl.cast(row, tl.int64) * WIDTH + column, total.to(gradient.dtype.element_ty), mask=valid)
@@ -228,7 +228,7 @@ class TableSums:
             gradient, ends = self.gradients[name], end_rows.get(name)
             assert gradient is not None
             per_head = is_per_head(name, gradient)
-            heads, width = (gradient.shape[0] if per_head else 1), parts.shape[3] if parts.dim() > 3 else 1
+            heads, width = (gradient.shape[0] if per_head else 1), parts.shape[3] if parts.ndim > 3 else 1
             size, rows = self.num_rows * width, parts.shape[2] * width
 
             # Terms of a gradient that heads share are those of all heads.
