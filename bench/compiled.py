@@ -29,11 +29,11 @@ from triton_relattn.kernels.call import call_of
 from triton_relattn.kernels.config import architectures
 from triton_relattn.kernels.config.architectures import architecture_of
 from triton_relattn.kernels.config.tile_config import KERNELS, TileConfig
+from triton_relattn.kernels.draft import described
 from triton_relattn.kernels.forward import forward
 from triton_relattn.kernels.grid.backward import backward as grid_backward
 from triton_relattn.kernels.grid.call import GridCall
 from triton_relattn.kernels.grid.forward import forward as grid_forward
-from triton_relattn.kernels.plan import described
 
 from .cases.attention import Case
 

@@ -126,6 +126,7 @@ def cut_tiles(patch: pytest.MonkeyPatch, tiles: Mapping[str, tuple[Any, ...]] | 
     from triton_relattn.kernels.config.tile_config import TileConfig
 
     patch.setattr(plan, "_plans", {})
+    patch.setattr(plan, "_templates", {})
     if tiles is not None:
         configs = {name: TileConfig(m, n, m // 16, 1, *others) for name, (m, n, *others) in tiles.items()}
         patch.setattr(Tables, "select", lambda tables, kernel, *_, **__: configs[kernel])
@@ -139,6 +140,7 @@ def fresh_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("triton_relattn._calls._known", {})
     if "triton_relattn.kernels.plan" in sys.modules:
         monkeypatch.setattr("triton_relattn.kernels.plan._plans", {})
+        monkeypatch.setattr("triton_relattn.kernels.plan._templates", {})
 
 
 @pytest.fixture(autouse=True)

@@ -7,10 +7,11 @@ addresses that a call fills in. Beside it, Triton gets the tensors themselves.
 from __future__ import annotations
 
 import gc
+import operator
 import os
 import random
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,11 +28,13 @@ from triton_relattn import RelativePositions, _calls, fused_relative_attention
 from triton_relattn import _implementations as implementations
 from triton_relattn._core import validation, watchers
 from triton_relattn._core.arguments import Arguments
-from triton_relattn.kernels import plan
+from triton_relattn.kernels import draft, plan
 from triton_relattn.kernels.config import architectures, selection
 from triton_relattn.kernels.config.tile_config import KERNELS, TileConfig
+from triton_relattn.kernels.sizes import COMPARISONS, OPERATIONS, Notes, fixed, one_step, plain
 from triton_relattn.kernels.tuning import save
 from triton_relattn.kernels.workspace import planning
+from triton_relattn.kernels.workspace.stored import Layout
 
 ROUNDS, CALLS = 6, 400
 Launched = tuple[str, str, tuple[int, ...], list[Any]]
@@ -78,11 +81,11 @@ def recorder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Record
     monkeypatch.setattr(implementations, "_why_no_kernels", lambda *_: None)
     recorder = Recorder(monkeypatch)
 
-    def compile_nothing(launch: plan.Launch, arguments: Any) -> plan.Compiled:
+    def compile_nothing(launch: plan.Launch, grid: Any, arguments: Any) -> plan.Compiled:
         return partial(recorder.note, launch.kernel, specialised(launch.kernel, arguments, launch.options)), None, None
 
     monkeypatch.setattr(plan.Launch, "compile", compile_nothing)
-    monkeypatch.setattr(plan, "_compiled", {})
+    monkeypatch.setattr(draft, "_compiled", {})
     monkeypatch.setattr(_calls, "_known", {})
     active = driver._active
     driver.set_active(AbsentGPU(gpu_target("sm_90")))
@@ -113,11 +116,12 @@ def tensor(choose: random.Random, *shape: int, dtype: torch.dtype) -> torch.Tens
     return torch.zeros(shape, dtype=dtype).requires_grad_()
 
 
-def drawn(choose: random.Random) -> tuple[partial[Any], list[torch.Tensor]]:
-    """A call, and the tensors whose gradients are wanted."""
+def drawn(choose: random.Random, other_length: int | None = None) -> tuple[partial[Any], list[torch.Tensor]]:
+    """A call, and the tensors whose gradients are wanted. other_length: in place of that drawn."""
     dtype = choose.choice((torch.bfloat16, torch.float16, torch.float32))
     new = partial(tensor, choose, dtype=dtype)
     batch, heads, length, width = choose.choice((1, 2)), choose.choice((1, 2, 4)), choose.choice((1, 16, 33, 64, 200)), 64
+    length = other_length or length
     group = choose.choice((1, 2)) if heads > 1 else 1
     rows = choose.choice((1, 9, 2 * length - 1))
     given: dict[str, Any] = {"rel_scale": None}
@@ -233,23 +237,36 @@ def restored() -> Iterator[None]:
 @pytest.mark.usefixtures("restored")
 @pytest.mark.parametrize("seed", range(ROUNDS))
 def test_plans_launch_what_triton_would(recorder: Recorder, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls of many kinds in random order, with settings that change between them, by plans that are kept and, with the same
-    tensors, by Triton with nothing kept: the same kernels for the same arguments, in the same grids."""
-    choose = random.Random(seed)
-    pool = [drawn(choose) for _ in range(30)]
+    """Calls of many kinds in random order, some of new lengths, with settings that change between them, by plans that are kept
+    and, with the same tensors, by Triton with nothing kept: the same kernels for the same arguments, in the same grids."""
+    choose, for_new_lengths = random.Random(seed), list[plan.Plan]()
+    plan_of = plan.Template.plan
+
+    def plan_for(template: plan.Template, sizes: Any) -> plan.Plan | None:
+        found = plan_of(template, sizes)
+        for_new_lengths.extend([found] * (found is not None))
+        return found
+
+    monkeypatch.setattr(plan.Template, "plan", plan_for)
+    kinds = [choose.random() for _ in range(30)]
+    pool = [drawn(random.Random(kind)) for kind in kinds]
     for _ in range(CALLS):
         if choose.random() < 0.1:
             choose.choice(CHANGES)(choose, monkeypatch)
-        call, wanted = choose.choice(pool) if choose.random() < 0.9 else drawn(choose)
+        call, wanted = choose.choice(pool)
+        if choose.random() < 0.5:  # of few kinds
+            length = choose.choice((choose.randrange(1, 700), 16 * choose.randrange(1, 40)))
+            call, wanted = drawn(random.Random(choose.choice(kinds[:5])), length)
         with torch.autocast("cpu", torch.bfloat16, enabled=choose.random() < 0.1):
             order = choose.randrange(100)
             kept = launched(recorder, call, wanted, order)
             with monkeypatch.context() as patch:
                 patch.setattr(plan, "_plans", {})
+                patch.setattr(plan, "_templates", {})
                 patch.setattr(_calls, "_known", {})
                 patch.setattr(plan, "launcher", lambda: "another")
                 assert kept == launched(recorder, call, wanted, order)
-    assert recorder.by_plans > CALLS / 4
+    assert recorder.by_plans > CALLS / 4 and len(for_new_lengths) > CALLS / 10
 
 
 # What a decision reads.
@@ -304,20 +321,20 @@ def test_decisions_read_their_key(recorder: Recorder, monkeypatch: pytest.Monkey
         (watchers, "facts_of"),
         (type(os.environ), "__getitem__"),
     )
-    inner = plan.Slot.__getattribute__
+    inner = draft.Slot.__getattribute__
 
-    def noted(slot: plan.Slot, name: str) -> Any:
+    def noted(slot: draft.Slot, name: str) -> Any:
         of_tensors.add(name)
         return inner(slot, name)
 
     with monkeypatch.context() as patch:
         for owner, name in sources:
             patch.setattr(owner, name, fails)
-        patch.setattr(plan.Slot, "__getattribute__", noted, raising=False)
+        patch.setattr(draft.Slot, "__getattribute__", noted, raising=False)
         for key in keys:
             key.decide(key._replace(surroundings=Noted(key.surroundings, read)))
     assert len(keys) > 100 and read == READ
-    methods = {name for name in dir(plan.Slot) if callable(getattr(plan.Slot, name)) or name == "ndim"}
+    methods = {name for name in dir(draft.Slot) if callable(getattr(draft.Slot, name)) or name == "ndim"}
     assert of_tensors - methods == READ_OF_TENSORS
 
 
@@ -354,6 +371,59 @@ def test_validation_reads_what_a_key_has() -> None:
     assert {name for name in Watched.read if not name.startswith("__")} - views <= READ_OF_ARGUMENTS, Watched.read
 
 
+# Sizes as symbols.
+
+
+@one_step
+def halved(size: int, other: int) -> int:
+    """A function that reads integers, and compares them."""
+    return len(range(size)) // 2 if size > other else 3
+
+
+def computed(numbers: list[Any], seed: int) -> tuple[Any, list[bool]]:
+    """What a program of this seed computes from numbers, and the answers to its questions."""
+    choose, numbers, answers = random.Random(seed), list(numbers), list[bool]()
+    for _ in range(30):
+        left, right = (choose.choice((choose.choice(numbers), choose.randrange(-20, 20))) for _ in range(2))
+        symbol, name = choose.choice((*OPERATIONS, choose.choice(COMPARISONS)))
+        if symbol in dict(COMPARISONS):
+            answers.append(getattr(operator, name)(left, right))
+        else:
+            answers.append(symbol not in ("//", "%") or right != 0)
+            if answers[-1]:
+                numbers.append(getattr(operator, name)(left, right))
+    numbers.append(halved(*numbers[-2:]))
+    return ([numbers[-1], ("text", None, *numbers)], -numbers[0], Layout(numbers[1], 64, True)), answers
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_sizes_repeat_what_was_computed(seed: int) -> None:
+    """A function from notes computes for other sizes what the program does, unless a question has another answer."""
+    choose = random.Random(seed)
+    notes = Notes([choose.randrange(1, 40) for _ in range(3)])
+    structure, _ = computed(notes.sizes, seed)
+    function = notes.function(structure)
+    assert plain(structure) == computed([size.value for size in notes.sizes], seed)[0]
+    answers = computed([size.value for size in notes.sizes], seed)[1]
+    for _ in range(200):
+        sizes = [size.value + choose.choice((0, 0, 1, -1, 16)) for size in notes.sizes]
+        wanted, asked = computed(sizes, seed)
+        found = function(sizes)
+        assert (found is not None) == (asked == answers)
+        assert found is None or (found == wanted and type(found[2]) is Layout)
+
+
+@pytest.mark.parametrize("decide", [int, hash, bool, range, list(range(99)).__getitem__, lambda size: {7: 1}[size], fixed])
+def test_sizes_that_are_read_are_decided(decide: Callable[[Any], Any]) -> None:
+    """Python needs the integer itself, for which alone the rest is decided then; for a condition whether it is 0."""
+    notes = Notes([7, 3])
+    length, width = notes.sizes
+    decide(length)
+    function = notes.function((length + 1, width))
+    assert function((7, 5)) == (8, 5)
+    assert function((8, 5)) == ((9, 5) if decide is bool else None) and function((0, 5)) is None
+
+
 # What is kept.
 
 
@@ -381,6 +451,24 @@ def test_plans_do_not_grow_without_end(recorder: Recorder, monkeypatch: pytest.M
     assert len(recorder.launches) == names + 1
 
 
+@pytest.mark.parametrize("rows", [0, 129, 999])
+def test_new_lengths_are_rarely_decided(recorder: Recorder, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decision is made for whether numbers are multiples of 16, for tiles, and for how many programs share a sum."""
+    decided, made = list[str](), plan._decided
+
+    def noted(key: plan.Key, sizes: Any) -> plan.Template:
+        decided.append(key.decide.__name__)
+        return made(key, sizes)
+
+    monkeypatch.setattr(plan, "_decided", noted)
+    lengths = random.Random(0).sample(range(300, 500), 100)
+    for length in lengths:
+        leaves = [torch.zeros(2, 2, length, 64, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+        leaves += [torch.zeros(rows, 64, dtype=torch.bfloat16).requires_grad_()] * (rows > 0)
+        launched(recorder, partial(fused_relative_attention, *leaves, implementation="triton"), leaves)
+    assert decided.count("plan_forward") <= 4 and decided.count("plan_backward") <= 12, decided
+
+
 def test_parts_share_their_kernels(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches that differ in numbers alone are looked up once."""
     monkeypatch.setenv(planning.VARIABLE, str(200 * 2 * 64 * 64))  # 200 heads, more than there are multiprocessors
@@ -389,9 +477,9 @@ def test_parts_share_their_kernels(recorder: Recorder, monkeypatch: pytest.Monke
     compiled: list[str] = []
     compile_nothing = plan.Launch.compile
 
-    def compile_and_note(launch: plan.Launch, given: Any) -> plan.Compiled:
+    def compile_and_note(launch: plan.Launch, grid: Any, given: Any) -> plan.Compiled:
         compiled.append(launch.name)
-        return compile_nothing(launch, given)
+        return compile_nothing(launch, grid, given)
 
     monkeypatch.setattr(plan.Launch, "compile", compile_and_note)
     launches = launched(recorder, partial(fused_relative_attention, *leaves, implementation="triton"), leaves)

@@ -66,6 +66,7 @@ class Emulator(Way):
         with pytest.MonkeyPatch.context() as patch, selected_for(self.target), emulated(self.target, self.seed) as launches:
             patch.setattr(_implementations, "choose_implementation", lambda *_: _implementations.TRITON)
             patch.setattr(plan, "_plans", {})
+            patch.setattr(plan, "_templates", {})
             patch.setattr(Tables, "select", selected)
             torch.set_float32_matmul_precision("high" if self.is_tf32 else "highest")
             try:

@@ -139,6 +139,7 @@ def round_terms(monkeypatch: pytest.MonkeyPatch, rounded: bool) -> None:
     """Let the kernels round terms to float16, or not, for all dtypes, in plans of their own."""
     monkeypatch.setattr(architectures, "rounds_terms", lambda *_: rounded)
     monkeypatch.setattr(plan, "_plans", {})
+    monkeypatch.setattr(plan, "_templates", {})
 
 
 def has_wide_index(tensor: torch.Tensor) -> bool:

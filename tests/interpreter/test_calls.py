@@ -198,6 +198,7 @@ def test_programs_that_share_rows(per_head: bool, kind: str, monkeypatch: pytest
     for splits in (1, 2, 5):
         monkeypatch.setattr(table_gradient, "table_splits", lambda *_, splits=splits: splits)
         plan._plans.clear()
+        plan._templates.clear()
         found.append(check_forward_backward(inputs, TILES["twice"], positions=positions)["d_rel_key"])
     assert any(not torch.equal(other, found[0]) for other in found[1:])  # the number of programs changed
 

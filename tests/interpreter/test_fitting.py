@@ -12,7 +12,8 @@ from triton.runtime.errors import OutOfResources
 from tests.interpreter.launch import check_forward_backward
 from triton_relattn import RelativePositions
 from triton_relattn.kernels.config import selection
-from triton_relattn.kernels.plan import DoesNotFit, Plan
+from triton_relattn.kernels.draft import Draft
+from triton_relattn.kernels.plan import DoesNotFit
 from triton_relattn.testing import make_inputs
 
 CLAMP, ZERO = RelativePositions(-4, 6), RelativePositions(-4, 6, "zero")
@@ -22,15 +23,15 @@ CLAMP, ZERO = RelativePositions(-4, 6), RelativePositions(-4, 6, "zero")
 def largest(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     """The largest block_m that each kernel can be launched with; larger ones raise OutOfResources as on a GPU."""
     limits = {"forward": 32, "stored_dq": 16, "dq": 32, "dkv": 32, "dtable": 16}
-    launch = Plan.launch
+    launch = Draft.launch
 
-    def refuse(plan: Plan, name: str, kernel: Any, config: Any, *others: Any) -> None:
+    def refuse(draft: Draft, name: str, kernel: Any, config: Any, *others: Any) -> None:
         if config is not None and config.block_m > limits.get(name, config.block_m):  # the delta kernel's is fixed
-            selection.take_smaller(name, "interpreter", plan.selected[name], OutOfResources(99, 1, "shared memory"))
+            selection.take_smaller(name, "interpreter", draft.selected[name], OutOfResources(99, 1, "shared memory"))
             raise DoesNotFit
-        launch(plan, name, kernel, config, *others)
+        launch(draft, name, kernel, config, *others)
 
-    monkeypatch.setattr(Plan, "launch", refuse)
+    monkeypatch.setattr(Draft, "launch", refuse)
     selection.forget()
     yield limits
     selection.forget()

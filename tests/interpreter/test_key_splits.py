@@ -14,8 +14,8 @@ from triton_relattn import RelativePositions
 from triton_relattn.kernels import plan
 from triton_relattn.kernels import splits as key_splits
 from triton_relattn.kernels.config import architectures
+from triton_relattn.kernels.draft import Slot
 from triton_relattn.kernels.forward import forward
-from triton_relattn.kernels.plan import Slot
 from triton_relattn.testing import Inputs, make_inputs
 
 
@@ -80,6 +80,7 @@ def test_repeats(splits: list[int]) -> None:
     assert all(torch.equal(one, other) for one, other in zip(first[:3], second[:3], strict=True)) and splits == [10]
     key_splits.LEAST_KEYS = 1000
     plan._plans.clear()
+    plan._templates.clear()
     whole = forward(tensors, spec, SMALL["forward"])
     assert len(splits) == 1
     assert torch.equal(whole[2][:, :, 0], first[2][:, :, 0])

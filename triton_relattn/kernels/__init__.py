@@ -1,9 +1,9 @@
 """The Triton kernels. Read minimal.py first, the idea in one kernel, and minimal_backward.py, its backward on one page.
 
-Then plan.py, how the launches of a call are decided once for all calls of its kind, forward.py, and backward.py with delta.py,
-bwd_dkv.py, bwd_stored_dq.py, bwd_dtable.py, bwd_dp2c.py, bwd_dq.py and table_gradient.py, a file for each kernel. forward.py,
-bwd_dkv.py and bwd_dq.py compute a tile's logits by logits.py, from the functions in tile. DERIVATION.md derives them. Attention
-on a grid is an operator of its own.
+Then plan.py and draft.py, how the launches of a call are decided once for all calls of its kind, whatever their sizes (sizes.py),
+forward.py, and backward.py with delta.py, bwd_dkv.py, bwd_stored_dq.py, bwd_dtable.py, bwd_dp2c.py, bwd_dq.py and
+table_gradient.py, a file for each kernel. forward.py, bwd_dkv.py and bwd_dq.py compute a tile's logits by logits.py, from the
+functions in tile. DERIVATION.md derives them. Attention on a grid is an operator of its own.
 
 Importing this needs triton.
 """

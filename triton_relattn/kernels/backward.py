@@ -26,8 +26,9 @@ from .bwd_stored_dq import stored_dq_kernel
 from .call import Call, PerQuery, cdiv
 from .config.tile_config import TileConfig
 from .delta import CONFIG, delta_kernel, launch_far_keys
+from .draft import Draft, Slot
 from .operands import aligned, contiguous, new_like, strided, with_aligned_operands, with_positive_scale
-from .plan import Key, Plan, Slot, find
+from .plan import Key, Template, find
 from .table_gradient import TableSums
 from .workspace import planning
 from .workspace.stored import query_step
@@ -93,15 +94,15 @@ def shortened(tile: TileConfig, num_queries: int, step: int) -> TileConfig:
     return replace(tile, block_m=block_m)
 
 
-def plan_backward(key: Key) -> Plan:
+def plan_backward(key: Key) -> Template:
     """Decide how to compute what backward returns."""
-    plan = Plan(key)
-    (d_out, d_lse, out, softmax_stats, residual), tensors = plan.given[:5], AttentionTensors(*plan.given[5:])
+    draft = Draft(key)
+    (d_out, d_lse, out, softmax_stats, residual), tensors = draft.given[:5], AttentionTensors(*draft.given[5:])
     spec, needs_grad, given_tiles, max_bytes = key.options
     assert d_out is not None and softmax_stats is not None
     needs = dict(zip(DIFFERENTIABLE, needs_grad, strict=True))
     gradients = {
-        name: new_like(plan, tensor) if tensor is not None and needs[name] else None
+        name: new_like(draft, tensor) if tensor is not None and needs[name] else None
         for name, tensor in zip(DIFFERENTIABLE, tensors, strict=False)
     }
     wanted = tuple(gradients.values())
@@ -110,19 +111,19 @@ def plan_backward(key: Key) -> Plan:
     if entries * heads * num_queries * num_keys == 0:
         for gradient in gradients.values():
             if gradient is not None:
-                plan.end(torch.Tensor.zero_, gradient)
-        return plan.compile(*wanted)
+                draft.end(torch.Tensor.zero_, gradient)
+        return draft.compile(*wanted)
     # A query that is negated for the kernels, and meets rel_key as it was, has two gradients.
     has_two_roles = spec.scale < 0 and tensors.rel_query is None and tensors.rel_key is not None
     if has_two_roles and needs["query"]:
-        gradients["rel_query"] = new_like(plan, tensors.query)
+        gradients["rel_query"] = new_like(draft, tensors.query)
     is_negated = spec.scale < 0 and needs["query"]
-    tensors, spec = with_positive_scale(plan, tensors, spec)
+    tensors, spec = with_positive_scale(draft, tensors, spec)
 
     # Which kernels run, in which tiles; the workspace
     query = tensors.query
-    tensors, d_out = with_aligned_operands(plan, tensors), aligned(plan, d_out, query.dtype)
-    call = Call(plan, tensors, spec, (out, d_out))
+    tensors, d_out = with_aligned_operands(draft, tensors), aligned(draft, d_out, query.dtype)
+    call = Call(draft, tensors, spec, (out, d_out))
     launch_far_keys(call, tensors.key)
     recomputes_ds = call.coverage != "full"  # in dq_kernel; the workspace has only pairs near the table
     kernels = ["dkv", "stored_dq", "dtable"] + ["dp2c"] * (tensors.rel_p2c is not None) + ["dq"] * recomputes_ds
@@ -142,16 +143,16 @@ def plan_backward(key: Key) -> Plan:
     if not needs_ds and not needs_probs:  # nothing is stored: all in one part
         all_programs, all_columns = workspace.batch_key_heads * workspace.blocks, workspace.blocks * tiles["dkv"].block_n
         workspace = workspace._replace(step=all_programs, columns=all_columns)
-    ds, probs = (plan.temporary(workspace.shape, query.dtype) if needs else None for needs in (needs_ds, needs_probs))
-    plan.workspace_bytes = sum(space.numel() * space.element_size() for space in (ds, probs) if space is not None)
+    ds, probs = (draft.temporary(workspace.shape, query.dtype) if needs else None for needs in (needs_ds, needs_probs))
+    draft.workspace_bytes = sum(space.numel() * space.element_size() for space in (ds, probs) if space is not None)
 
     is_clamped, has_rows = call.coverage == "clamp", tensors.rel_key is not None or tensors.rel_bias is not None
     is_packed = tensors.cu_seqlens_q is not None
 
     # 1. delta [B, H, Nq], and what keys beyond a clamped table add to scores and dP [B, H, 2, Nq], the past and the future
-    deltas = plan.temporary((entries, heads, num_queries))
+    deltas = draft.temporary((entries, heads, num_queries))
     far_scores, far_values = (
-        plan.temporary((entries, heads, 2, num_queries)) if is_clamped and exist else None
+        draft.temporary((entries, heads, 2, num_queries)) if is_clamped and exist else None
         for exist in (has_rows, tensors.rel_value is not None)
     )
     # Blocks that a sequence of a pack does not have stay 0.
@@ -160,8 +161,8 @@ def plan_backward(key: Key) -> Plan:
         length, kernel = (spec.max_seqlen_k, "dkv") if name == "rel_p2c" else (spec.max_seqlen_q, "dq")
         blocks = cdiv(length, tiles[kernel].block_n if name == "rel_p2c" else tiles[kernel].block_m)
         width = 1 if name == "rel_bias" else getattr(tensors, name).shape[-1]
-        end_rows[name] = plan.temporary((heads, call.num_sequences, blocks, 2, width), zeroed=is_packed)
-    stats = contiguous(plan, softmax_stats)  # hooks of saved tensors may change the memory order
+        end_rows[name] = draft.temporary((heads, call.num_sequences, blocks, 2, width), zeroed=is_packed)
+    stats = contiguous(draft, softmax_stats)  # hooks of saved tensors may change the memory order
     per_query = PerQuery(*map(strided, (stats, deltas, far_scores, far_values, end_rows.get("rel_p2c"))))  # type: ignore[arg-type]
     call.launch(
         "delta",
@@ -171,20 +172,20 @@ def plan_backward(key: Key) -> Plan:
         outs=strided(out),
         residuals=strided(residual),
         d_outs=d_out.strided,
-        d_lses=strided(contiguous(plan, d_lse)),
+        d_lses=strided(contiguous(draft, d_lse)),
         per_query=per_query,
         num_queries=num_queries,
     )
 
     stored_dq = {name: gradients[name] for name in sorted(from_stored)}
     if not recomputes_ds and not workspace.has_whole_heads:  # more is added
-        stored_dq = {name: plan.new(slot.shape, torch.float32) for name, slot in stored_dq.items() if slot is not None}
+        stored_dq = {name: draft.new(slot.shape, torch.float32) for name, slot in stored_dq.items() if slot is not None}
         for name, total in stored_dq.items():
-            plan.prepare(torch.Tensor.zero_, total)
-            plan.end(torch.Tensor.copy_, gradients[name], total)
+            draft.prepare(torch.Tensor.zero_, total)
+            draft.end(torch.Tensor.copy_, gradients[name], total)
     elif recomputes_ds:
         is_partial = not workspace.has_whole_heads
-        stored_dq = {name: plan.temporary(slot.shape, zeroed=is_partial) for name, slot in stored_dq.items() if slot is not None}
+        stored_dq = {name: draft.temporary(slot.shape, zeroed=is_partial) for name, slot in stored_dq.items() if slot is not None}
     sums = TableSums(call, tensors, gradients, tiles, workspace) if needed.intersection(TABLES) else None
 
     def launch_dtable(vectors: Slot, stored: Slot | None, for_values: bool) -> None:
@@ -256,7 +257,7 @@ def plan_backward(key: Key) -> Plan:
     # 5. dQ from recomputed dS; of keys beyond a clamped table the end rows' gradients
     from_queries = EndRows(*(strided(end_rows.get(name)) for name in EndRows._fields))
     if recomputes_ds and (query_gradients or any(from_queries)):
-        d_query = gradients["query"] or plan.temporary(query.shape, query.dtype)
+        d_query = gradients["query"] or draft.temporary(query.shape, query.dtype)
         call.launch(
             "dq",
             dq_kernel,
@@ -273,7 +274,7 @@ def plan_backward(key: Key) -> Plan:
     if sums is not None:
         sums.add_up(end_rows)
     if is_negated:
-        plan.end(torch.Tensor.neg_, gradients["query"])
+        draft.end(torch.Tensor.neg_, gradients["query"])
         if has_two_roles:
-            plan.end(torch.Tensor.add_, gradients["query"], gradients["rel_query"])
-    return plan.compile(*wanted)
+            draft.end(torch.Tensor.add_, gradients["query"], gradients["rel_query"])
+    return draft.compile(*wanted)

@@ -13,8 +13,8 @@ from .._core.spec import AttentionSpec, AttentionTensors
 from .config import architectures, selection
 from .config.selection import padded_width
 from .config.tile_config import MAX_BLOCK, TileConfig
+from .draft import Draft, Slot, described
 from .operands import Strided, contiguous, needs_wide_index, per_head
-from .plan import Plan, Slot, described
 
 SMALLEST_SCALE = 2.0**-60
 LARGEST_TERM = 2000.0  # of a logit, that float16 must hold if terms are rounded; with the usual scale widths up to 1,024 do
@@ -151,21 +151,21 @@ class Call:
 
     def __init__(
         self,
-        plan: Plan,
+        draft: Draft,
         tensors: AttentionTensors,
         spec: AttentionSpec,
         others: Iterable[Slot | None] = (),
         term_set: str | None = None,
     ) -> None:
         """others: further tensors that kernels address by batch entry, head and row. term_set: see selection.CONDITIONS."""
-        self.plan, self.spec, self.arch = plan, spec, plan.key.surroundings.arch
+        self.draft, self.spec, self.arch = draft, spec, draft.key.surroundings.arch
         query, key, value, rel_query, rel_key, rel_value, rel_bias, rel_p2c, mask, *_ = tensors
         self.heads, self.key_heads, self.num_sequences = query.shape[1], key.shape[1], tensors.num_sequences
         self.rel_query = query if rel_query is None else rel_query
         self.length = max(spec.max_seqlen_q, spec.max_seqlen_k)
         self.coverage = spec.coverage(tensors.query_offsets is None) if tensors.has_table else "no table"
         self.limits = {"first": spec.first, "last": spec.last}
-        widths = query.shape[3], value.shape[3], self.rel_query.shape[3]
+        widths = tuple(int(tensor.shape[3]) for tensor in (query, value, self.rel_query))  # constants of kernels
 
         # How its tiles are selected
         if term_set is None:
@@ -177,7 +177,7 @@ class Call:
                 "rel_bias" if rel_key is None else "rel_key and rel_bias": rel_bias,
             }
             term_set = next((name for name, tensor in sets.items() if tensor is not None), "none")
-        precision, is_causal = plan.key.surroundings.float32_precision, spec.window_right >= 0
+        precision, is_causal = draft.key.surroundings.float32_precision, spec.window_right >= 0
         self.conditions = selection.conditions(
             self.arch, query.dtype, precision, max(widths), self.coverage, is_causal, term_set, self.length
         )
@@ -187,7 +187,7 @@ class Call:
         rows += [(table, table.shape[-2] + MAX_BLOCK) for table in (rel_key, rel_value, rel_p2c) if table is not None]
         wide_index = any(tensor is not None and needs_wide_index(tensor.shape, tensor.strides, most) for tensor, most in rows)
         wide_index |= self.heads * max(widths) * MAX_QUERIES >= 2**31  # of what is allocated for the results
-        self.shape = Shape(self.heads // max(self.key_heads, 1), *widths, *map(padded_width, widths), wide_index)
+        self.shape = Shape(int(self.heads // max(self.key_heads, 1)), *widths, *map(padded_width, widths), wide_index)
 
         # Scores are logits divided by scale, so 0 is replaced by a number so small that q.k vanishes beside the other terms.
         scale = spec.scale if abs(spec.scale) > SMALLEST_SCALE else SMALLEST_SCALE
@@ -220,10 +220,11 @@ class Call:
 
         # The tensors: tables as of one batch entry, the mask as of all pairs
         if rel_bias is not None and rel_bias.shape[-1] * rel_bias.strides[-1] >= 2**31:  # its rows are addressed in 32 bits
-            rel_bias = plan.copied(rel_bias)
+            rel_bias = draft.copied(rel_bias)
         if mask is not None:
             sizes = query.shape[0], self.heads, query.shape[2], key.shape[2]
-            mask = plan.view(mask, sizes, [0 if size == 1 else step for size, step in zip(mask.shape, mask.strides, strict=True)])
+            steps = [0 if size == 1 else step for size, step in zip(mask.shape, mask.strides, strict=True)]
+            mask = draft.view(mask, sizes, steps)
         matrices = [None if tensor is None else tensor.strided for tensor in (query, key, value, rel_query)]
         tables = [
             None if table is None else (table, per_head(table.strides, rank=1 if table is rel_bias else 2))
@@ -232,14 +233,14 @@ class Call:
         self.inputs = Operands(*matrices, *tables[:3], None if mask is None else mask.strided, tables[3])
         vectors = (tensors.query_offsets, tensors.key_lengths, tensors.cu_seqlens_q, tensors.cu_seqlens_k)
         sequences = Sequences(
-            spec.max_seqlen_q, spec.max_seqlen_k, spec.query_offset, *(contiguous(plan, vector) for vector in vectors)
+            spec.max_seqlen_q, spec.max_seqlen_k, spec.query_offset, *(contiguous(draft, vector) for vector in vectors)
         )
         dropout = Dropout()
         if tensors.dropout_seed is not None:
             origins = tensors.dropout_origins
             if origins is not None:  # of the first head
-                origins = contiguous(plan, plan.view(origins, (origins.shape[0], 1, 4), origins.strides))
-            seed = contiguous(plan, tensors.dropout_seed)
+                origins = contiguous(draft, draft.view(origins, (origins.shape[0], 1, 4), origins.strides))
+            seed = contiguous(draft, tensors.dropout_seed)
             dropout = Dropout(seed, largest_dropped(spec.dropout_p), keep_scale(spec.dropout_p), origins)
         window = (None if spec.window_left < 0 else spec.window_left, None if spec.window_right < 0 else spec.window_right)
         self.common = Common(sequences, window, dropout, scaling)
@@ -251,8 +252,8 @@ class Call:
     def tile(self, kernel: str, config: TileConfig | None = None) -> TileConfig:
         """Return the configuration for one of KERNELS: the given one, if it is valid, or else the one selected for this call."""
         if config is None:
-            self.plan.selected[kernel] = self.conditions
-            return self.plan.key.surroundings.tables.select(kernel, self.conditions)
+            self.draft.selected[kernel] = self.conditions
+            return self.draft.key.surroundings.tables.select(kernel, self.conditions)
         if reason := config.why_invalid(self.arch, self.coverage != "no table", kernel):
             raise ValueError(f"{config} is not valid for {kernel} on {self.arch}: {reason}")
         return config
@@ -289,10 +290,10 @@ class Call:
             "TILE": self.kernel_tile(name, config),
             **self.limits,
         }
-        self.plan.launch(name, kernel, config, programs, shared | arguments)
+        self.draft.launch(name, kernel, config, programs, shared | arguments)
 
 
 def call_of(tensors: AttentionTensors, spec: AttentionSpec, arch: str | None = None) -> Call:
     """Describe a call on its GPU or on another; its tensors may be on "meta"."""
-    plan = described(tensors, arch)
-    return Call(plan, AttentionTensors(*plan.given), spec)
+    draft = described(tensors, arch)
+    return Call(draft, AttentionTensors(*draft.given), spec)

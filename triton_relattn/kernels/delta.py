@@ -18,8 +18,8 @@ import triton.language as tl
 
 from .call import Call, cdiv
 from .config.tile_config import TileConfig
+from .draft import Slot
 from .logits import key_table, score_table, value_table
-from .plan import Slot
 from .tile.addressing import head_matrix, load_rows, row_vector, store_past_future
 from .tile.masking import exists, locate
 from .tile.scores import lane_consistent
@@ -135,7 +135,7 @@ def launch_far_keys(call: Call, key: Slot) -> None:
     """Launch far_keys_kernel if there may be keys beyond a clamped rel_p2c, and give its results to the call's kernels."""
     if call.inputs.rel_p2c is None or call.coverage != "clamp":
         return
-    far_keys = call.plan.temporary((key.shape[0], call.heads, 2, key.shape[2]))
+    far_keys = call.draft.temporary((key.shape[0], call.heads, 2, key.shape[2]))
     programs = cdiv(call.spec.max_seqlen_k, CONFIG.block_n) * call.num_sequences * call.heads
     call.launch("far_keys", far_keys_kernel, CONFIG, (programs,), far_keys=far_keys.strided)
     call.add_far_keys(far_keys)

@@ -8,9 +8,10 @@ from .._core.spec import AttentionSpec, AttentionTensors
 from .call import Call, cdiv
 from .config.tile_config import TileConfig
 from .delta import RESIDUAL_SCALE, launch_far_keys
+from .draft import Draft
 from .logits import Keys, Queries, key_table, relative_terms, score_table, tile_logits, value_table
 from .operands import new_like, strided, with_aligned_operands, with_positive_scale
-from .plan import Key, Plan, find
+from .plan import Key, Plan, Template, find
 from .splits import launch_merge, num_key_splits, split_range
 from .tile.addressing import head_matrix, key_order, load_queries, load_rows, row_vector, store_past_future, store_rows
 from .tile.band import add_tile, blocks_before
@@ -192,27 +193,27 @@ def prepared(tensors: AttentionTensors, spec: AttentionSpec, keeps_residual: boo
     return find(plan_forward, tensors, (spec, None, keeps_residual))
 
 
-def plan_forward(key: Key) -> Plan:
+def plan_forward(key: Key) -> Template:
     """Decide how to compute what forward returns."""
-    plan = Plan(key)
-    tensors, (spec, config, keeps_residual) = AttentionTensors(*plan.given), key.options
+    draft = Draft(key)
+    tensors, (spec, config, keeps_residual) = AttentionTensors(*draft.given), key.options
     query = tensors.query
     entries, heads, num_queries, _ = query.shape
-    out = new_like(plan, query, tensors.value.shape[3])
-    lse = plan.new((entries, heads, num_queries), torch.float32) if spec.with_lse else None
-    softmax_stats = plan.new((entries, heads, 2, num_queries), torch.float32)
-    residual = plan.new(out.shape, out.dtype, out.strides) if keeps_residual else None
+    out = new_like(draft, query, tensors.value.shape[3])
+    lse = draft.new((entries, heads, num_queries), torch.float32) if spec.with_lse else None
+    softmax_stats = draft.new((entries, heads, 2, num_queries), torch.float32)
+    residual = draft.new(out.shape, out.dtype, out.strides) if keeps_residual else None
     if out.numel() > 0:
-        tensors, spec = with_positive_scale(plan, tensors, spec)
-        call = Call(plan, with_aligned_operands(plan, tensors), spec)
+        tensors, spec = with_positive_scale(draft, tensors, spec)
+        call = Call(draft, with_aligned_operands(draft, tensors), spec)
         launch_far_keys(call, tensors.key)
         tile = call.tile("forward", config)
         programs = cdiv(spec.max_seqlen_q, tile.block_m) * call.num_sequences * heads
         splits = 1 if keeps_residual else num_key_splits(call, tile, programs)
         results, grid = (out, lse, softmax_stats, residual), (programs,)
         if splits > 1:
-            parts = plan.temporary((entries, splits * heads, num_queries, out.shape[3]))
-            part_statistics = plan.temporary((entries, splits * heads, 2, num_queries))
+            parts = draft.temporary((entries, splits * heads, num_queries, out.shape[3]))
+            part_statistics = draft.temporary((entries, splits * heads, 2, num_queries))
             results, grid = (parts, None, part_statistics, None), (programs, splits)
         outs, lses, all_statistics, residuals = map(strided, results)
         call.launch(
@@ -228,4 +229,4 @@ def plan_forward(key: Key) -> Plan:
         )
         if splits > 1:
             launch_merge(call, parts, part_statistics, out, lse, softmax_stats)
-    return plan.compile(out, lse, softmax_stats, residual)
+    return draft.compile(out, lse, softmax_stats, residual)

@@ -7,25 +7,26 @@ import torch
 from .._core.spec import AttentionSpec, AttentionTensors
 from .config import architectures
 from .config.tile_config import MAX_BLOCK
-from .plan import ALIGNMENT, Plan, Slot, contiguous_strides
+from .draft import Draft, Slot, contiguous_strides
+from .plan import ALIGNMENT
 
 Strided = tuple[Slot, tuple[int, ...]]
 MATRICES = ("query", "key", "value", "rel_query", "rel_key", "rel_value", "rel_p2c")
 """Names of the tensors that enter matrix products."""
 
 
-def with_positive_scale(plan: Plan, tensors: AttentionTensors, spec: AttentionSpec) -> tuple[AttentionTensors, AttentionSpec]:
+def with_positive_scale(draft: Draft, tensors: AttentionTensors, spec: AttentionSpec) -> tuple[AttentionTensors, AttentionSpec]:
     """Make a negative scale positive by negating the query, which is exact; rel_key keeps the old one, which becomes
     rel_query."""
     if spec.scale >= 0:
         return tensors, spec
     rel_query = tensors.query if tensors.rel_query is None and tensors.rel_key is not None else tensors.rel_query
-    negated = plan.copied(tensors.query)
-    plan.prepare(torch.Tensor.neg_, negated)
+    negated = draft.copied(tensors.query)
+    draft.prepare(torch.Tensor.neg_, negated)
     return tensors._replace(query=negated, rel_query=rel_query), spec._replace(scale=-spec.scale)
 
 
-def aligned(plan: Plan, tensor: Slot, dtype: torch.dtype) -> Slot:
+def aligned(draft: Draft, tensor: Slot, dtype: torch.dtype) -> Slot:
     """Copy an operand of matrix products that is in another dtype, or cannot be loaded 16 bytes at a time; return others as they
     are.
 
@@ -37,37 +38,37 @@ def aligned(plan: Plan, tensor: Slot, dtype: torch.dtype) -> Slot:
     """
     *others, step = tensor.strides
     is_aligned = tensor.alignment % ALIGNMENT == 0 and step == 1 and not any(stride % 16 for stride in others)
-    unit = architectures.architecture_of(plan.key.surroundings.arch).unit
+    unit = architectures.architecture_of(draft.key.surroundings.arch).unit
     if tensor.dtype == dtype and (is_aligned or dtype.itemsize != 2 or unit in ("mfma", "interpreter")):
         return tensor
     *sizes, width = tensor.shape
-    return plan.copied(tensor, contiguous_strides((*sizes, -(-width // 16) * 16)), dtype)
+    return draft.copied(tensor, contiguous_strides((*sizes, -(-width // 16) * 16)), dtype)
 
 
-def with_aligned_operands(plan: Plan, tensors: AttentionTensors) -> AttentionTensors:
+def with_aligned_operands(draft: Draft, tensors: AttentionTensors) -> AttentionTensors:
     """Return the tensors of a call with the operands of its matrix products aligned, and in the dtype of query."""
     given = {name: operand for name in MATRICES if (operand := getattr(tensors, name)) is not None}
-    return tensors._replace(**{name: aligned(plan, operand, tensors.query.dtype) for name, operand in given.items()})
+    return tensors._replace(**{name: aligned(draft, operand, tensors.query.dtype) for name, operand in given.items()})
 
 
-def contiguous(plan: Plan, tensor: Slot | None) -> Slot | None:
+def contiguous(draft: Draft, tensor: Slot | None) -> Slot | None:
     """Return a tensor as kernels take those without strides: its elements side by side."""
     if tensor is None:
         return None
     dimensions = zip(tensor.shape, tensor.strides, contiguous_strides(tensor.shape), strict=True)
     is_contiguous = all(size == 1 or stride == usual for size, stride, usual in dimensions)
-    return tensor if is_contiguous else plan.copied(tensor)
+    return tensor if is_contiguous else draft.copied(tensor)
 
 
-def new_like(plan: Plan, tensor: Slot, width: int | None = None) -> Slot:
+def new_like(draft: Draft, tensor: Slot, width: int | None = None) -> Slot:
     """Allocate a tensor like another in shape, dtype and memory order, (B, N, H, width) or (B, H, N, width); tables are
     contiguous. width: in place of the last size."""
     shape = (*tensor.shape[:-1], tensor.shape[-1] if width is None else width)
     if len(shape) < 4 or tensor.strides[1] >= tensor.strides[2]:
-        return plan.new(shape, tensor.dtype)
+        return draft.new(shape, tensor.dtype)
     batch, heads, length, width = shape
     by_batch, by_row, by_head, step = contiguous_strides((batch, length, heads, width))
-    return plan.new(shape, tensor.dtype, (by_batch, by_head, by_row, step))
+    return draft.new(shape, tensor.dtype, (by_batch, by_head, by_row, step))
 
 
 def strided(tensor: Slot | None) -> Strided | None:

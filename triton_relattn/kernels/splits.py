@@ -9,8 +9,8 @@ import triton.language as tl
 
 from .call import Call, cdiv
 from .config.tile_config import TileConfig
+from .draft import Slot
 from .operands import strided
-from .plan import Slot
 from .tile.addressing import head_matrix, load_rows, row_vector, side_vector, store_past_future, store_rows
 from .tile.scores import LN_2, exponent_scale
 
@@ -91,7 +91,7 @@ def num_key_splits(call: Call, tile: TileConfig, programs: int) -> int:
     keys = spec.max_seqlen_k
     if spec.window_left >= 0 and spec.window_right >= 0:
         keys = min(keys, spec.window_left + spec.window_right + tile.block_m)
-    return max(1, min(call.plan.key.surroundings.multiprocessors // programs, keys // LEAST_KEYS))
+    return max(1, min(call.draft.key.surroundings.multiprocessors // programs, keys // LEAST_KEYS))
 
 
 def launch_merge(call: Call, parts: Slot, part_statistics: Slot, out: Slot, lse: Slot | None, softmax_stats: Slot) -> None:
@@ -112,4 +112,4 @@ def launch_merge(call: Call, parts: Slot, part_statistics: Slot, out: Slot, lse:
         "BLOCK_WIDTH": call.shape.block_dv,
         "BLOCK_M": BLOCK_M,
     }
-    call.plan.launch("merge", merge_kernel, None, (entries * cdiv(queries, BLOCK_M), heads), arguments)
+    call.draft.launch("merge", merge_kernel, None, (entries * cdiv(queries, BLOCK_M), heads), arguments)

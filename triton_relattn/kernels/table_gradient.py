@@ -20,8 +20,8 @@ import triton.language as tl
 from .._core.spec import TABLES, AttentionTensors, is_per_head
 from .call import Call, cdiv
 from .config.tile_config import TileConfig
+from .draft import Slot
 from .operands import Strided
-from .plan import Slot
 from .workspace.planning import Workspace
 from .workspace.stored import program_rows, query_step
 
@@ -192,7 +192,7 @@ class TableSums:
         # Programs of heads that are not in the workspace have no work.
         programs, batch_heads = row_blocks * min(self.table_heads, workspace.batch_heads), workspace.batch_heads
         shares = query_blocks * cdiv(batch_heads, self.table_heads)
-        self.splits = table_splits(call.plan.key.surroundings.multiprocessors, programs, shares)
+        self.splits = table_splits(call.draft.key.surroundings.multiprocessors, programs, shares)
         self.adds = workspace.step < workspace.batch_key_heads * workspace.blocks
         self.grid = (row_blocks * self.table_heads * self.splits,)
 
@@ -206,10 +206,10 @@ class TableSums:
             if self.splits == 1 and call.coverage != "clamp" and same_heads and not self.adds:  # nothing is to be added up
                 shape = (1, self.table_heads, self.num_rows, *width)
                 strides = (0, *gradient.strides) if self.per_head else (0, 0, *gradient.strides)
-                self.sums[name] = call.plan.view(gradient, shape, strides)
+                self.sums[name] = call.draft.view(gradient, shape, strides)
             else:
                 shape = (self.splits, self.table_heads, self.num_rows + 2 * self._margin(name), *width)
-                self.sums[name] = self.parts[name] = call.plan.temporary(shape, zeroed=self.adds)
+                self.sums[name] = self.parts[name] = call.draft.temporary(shape, zeroed=self.adds)
 
     def key_grid(self, block_m: int) -> tuple[int]:
         """Return the grid of the dp2c kernel: blocks of rows, the margin's among them, of all heads, and the programs of each."""
@@ -253,4 +253,4 @@ class TableSums:
                 "BLOCK": CONFIG.block_n,
                 "COLUMNS": COLUMNS,
             }
-            self.call.plan.launch("table_gradient", table_gradient_kernel, CONFIG, (programs * heads,), arguments)
+            self.call.draft.launch("table_gradient", table_gradient_kernel, CONFIG, (programs * heads,), arguments)

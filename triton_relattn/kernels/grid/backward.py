@@ -19,8 +19,9 @@ from ..._core.grids import GridTensors
 from ..call import PerQuery, cdiv
 from ..config.tile_config import TileConfig
 from ..delta import row_products
+from ..draft import Draft
 from ..operands import aligned, contiguous, strided
-from ..plan import Key, Plan, find
+from ..plan import Key, Template, find
 from ..tile.addressing import head_matrix, load_rows, row_vector, store_rows
 from ..tile.masking import keep_mask, locate, locate_queries
 from ..tile.scores import (
@@ -245,28 +246,28 @@ def backward(
     return tuple(find(plan_backward, given, options)(*given))
 
 
-def plan_backward(key: Key) -> Plan:
+def plan_backward(key: Key) -> Template:
     """Decide how to compute what backward returns."""
-    plan = Plan(key)
-    (d_out, out, softmax_stats), tensors = plan.given[:3], GridTensors(*plan.given[3:])
+    draft = Draft(key)
+    (d_out, out, softmax_stats), tensors = draft.given[:3], GridTensors(*draft.given[3:])
     scale, dropout_p, needs_grad, tiles = key.options
     assert d_out is not None and out is not None and softmax_stats is not None
     query = tensors.query
     gradients = [
-        plan.new(tensor.shape, tensor.dtype) if needed else None for tensor, needed in zip(tensors, needs_grad, strict=False)
+        draft.new(tensor.shape, tensor.dtype) if needed else None for tensor, needed in zip(tensors, needs_grad, strict=False)
     ]
     d_query, d_key, d_value, d_rel_h, d_rel_w = gradients
     if d_out.numel() == 0:
         for gradient in gradients:
             if gradient is not None:
-                plan.end(torch.Tensor.zero_, gradient)
-        return plan.compile(*gradients)
-    wide_d_query = None if d_query is None else plan.new(query.shape, torch.float32)  # gradients of the terms are added
-    d_out = aligned(plan, d_out, query.dtype)
-    call = GridCall(plan, tensors, scale, dropout_p, (out, d_out, wide_d_query))
+                draft.end(torch.Tensor.zero_, gradient)
+        return draft.compile(*gradients)
+    wide_d_query = None if d_query is None else draft.new(query.shape, torch.float32)  # gradients of the terms are added
+    d_out = aligned(draft, d_out, query.dtype)
+    call = GridCall(draft, tensors, scale, dropout_p, (out, d_out, wide_d_query))
     dq_tile, dkv_tile = (call.tile(kernel, dict(tiles or ()).get(kernel)) for kernel in ("dq", "dkv"))
-    deltas = plan.temporary(query.shape[:3])
-    per_query = PerQuery(strided(contiguous(plan, softmax_stats)), deltas.strided)  # type: ignore[arg-type]
+    deltas = draft.temporary(query.shape[:3])
+    per_query = PerQuery(strided(contiguous(draft, softmax_stats)), deltas.strided)  # type: ignore[arg-type]
     sums = call.new_sums(dq_tile.block_n) if needs_grad[0] or needs_grad[3] or needs_grad[4] else None
     if sums is not None or d_key is not None:
         call.launch(
@@ -292,12 +293,12 @@ def plan_backward(key: Key) -> Plan:
             per_query=per_query,
         )
     if wide_d_query is not None and scale < 0:  # the kernels had the query negated
-        plan.end(torch.Tensor.neg_, wide_d_query)
+        draft.end(torch.Tensor.neg_, wide_d_query)
     if sums is not None:
         wanted = [slot for slot in (d_query, wide_d_query, d_rel_h, d_rel_w) if slot is not None]
         which = needs_grad[0], needs_grad[3], needs_grad[4]
-        plan.end(partial(store_term_gradients, which), *sums, query, tensors.rel_h, tensors.rel_w, *wanted)
-    return plan.compile(*gradients)
+        draft.end(partial(store_term_gradients, which), *sums, query, tensors.rel_h, tensors.rel_w, *wanted)
+    return draft.compile(*gradients)
 
 
 def store_term_gradients(needs_grad: Sequence[bool], *tensors: torch.Tensor) -> None:

@@ -13,8 +13,8 @@ from ..._core.grids import GridTensors, grid_terms
 from ..._core.spec import AttentionSpec, AttentionTensors
 from ..call import Call, cdiv
 from ..config.tile_config import TileConfig
+from ..draft import Draft, Slot
 from ..operands import with_aligned_operands, with_positive_scale
-from ..plan import Plan, Slot
 from .tile import Cut, Grid
 
 MIN_COLUMNS = 8
@@ -59,21 +59,21 @@ class GridCall(Call):
     """One call. Its kernels get ``key_grid``, tile.Grid, and its CUT, in place of a table's limits."""
 
     def __init__(
-        self, plan: Plan, tensors: GridTensors, scale: float, dropout_p: float, others: Iterable[Slot | None] = ()
+        self, draft: Draft, tensors: GridTensors, scale: float, dropout_p: float, others: Iterable[Slot | None] = ()
     ) -> None:
         """Collect the arguments of a call, as Call does, and compute the terms."""
         query, key, value, rel_h, rel_w, seed, origins = tensors
         spec = AttentionSpec(scale, 1.0, 0, 0, False, -1, -1, 0, query.shape[2], key.shape[2], dropout_p=dropout_p)
         operands = AttentionTensors(query, key, value, dropout_seed=seed, dropout_origins=origins)
-        operands, spec = with_positive_scale(plan, operands, spec)
-        super().__init__(plan, with_aligned_operands(plan, operands), spec, others, "grid")
+        operands, spec = with_positive_scale(draft, operands, spec)
+        super().__init__(draft, with_aligned_operands(draft, operands), spec, others, "grid")
         self.limits = {}
         self.prefix, self.height, self.width = tensors.prefix, rel_h.shape[1], rel_w.shape[1]
         batch, heads, num_queries, _ = query.shape
-        self.row_terms = plan.new((batch, heads, self.height, num_queries - self.prefix), torch.float32)
-        self.column_terms = plan.new((batch, heads, num_queries - self.prefix, self.width), torch.float32)
+        self.row_terms = draft.new((batch, heads, self.height, num_queries - self.prefix), torch.float32)
+        self.column_terms = draft.new((batch, heads, num_queries - self.prefix, self.width), torch.float32)
         unit = -self.common.scaling.bias_scale  # negated: see tile.py
-        plan.prepare(partial(store_terms, unit), self.row_terms, self.column_terms, query, rel_h, rel_w)
+        draft.prepare(partial(store_terms, unit), self.row_terms, self.column_terms, query, rel_h, rel_w)
 
     def cut(self, block_n: int) -> Cut:
         """Return how tiles of block_n keys cut the grid."""
@@ -94,8 +94,8 @@ class GridCall(Call):
         batch, heads, height, on_grid = self.row_terms.shape
         shapes = (batch, heads, self.strips(block_n) * height, on_grid), self.column_terms.shape
         probs_dtype = torch.float32 if query.dtype == torch.float32 else torch.float16
-        slots = (self.plan.new(shape, dtype) for dtype in (torch.float32, probs_dtype) for shape in shapes)
-        return Sums(*slots, self.plan.new(query.shape[:3], torch.float32))
+        slots = (self.draft.new(shape, dtype) for dtype in (torch.float32, probs_dtype) for shape in shapes)
+        return Sums(*slots, self.draft.new(query.shape[:3], torch.float32))
 
     def launch(self, name: str, kernel: Any, config: TileConfig, programs: tuple[int, ...], **arguments: Any) -> None:
         """Launch a kernel of attention on a grid; see Call.launch."""

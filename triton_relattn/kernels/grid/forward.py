@@ -7,7 +7,8 @@ import triton.language as tl
 from ..._core.grids import GridTensors
 from ..call import cdiv
 from ..config.tile_config import TileConfig
-from ..plan import Key, Plan, find
+from ..draft import Draft
+from ..plan import Key, Template, find
 from ..tile.addressing import head_matrix, load_rows, store_past_future, store_rows
 from ..tile.masking import keep_mask, locate_queries
 from ..tile.scores import exponent_scale, settled, softmax_update, tile_scores
@@ -74,16 +75,16 @@ def forward(tensors: GridTensors, scale: float, dropout_p: float, config: TileCo
     return find(plan_forward, tensors, (scale, dropout_p, config))(*tensors)
 
 
-def plan_forward(key: Key) -> Plan:
+def plan_forward(key: Key) -> Template:
     """Decide how to compute what forward returns."""
-    plan = Plan(key)
-    tensors, (scale, dropout_p, config) = GridTensors(*plan.given), key.options
+    draft = Draft(key)
+    tensors, (scale, dropout_p, config) = GridTensors(*draft.given), key.options
     query = tensors.query
-    out = plan.new((*query.shape[:3], tensors.value.shape[3]), query.dtype)
-    softmax_stats = plan.new((*query.shape[:2], 2, query.shape[2]), torch.float32)
+    out = draft.new((*query.shape[:3], tensors.value.shape[3]), query.dtype)
+    softmax_stats = draft.new((*query.shape[:2], 2, query.shape[2]), torch.float32)
     if out.numel() > 0:
-        call = GridCall(plan, tensors, scale, dropout_p, (out,))
+        call = GridCall(draft, tensors, scale, dropout_p, (out,))
         tile = call.tile("forward", config)
         programs = cdiv(query.shape[2], tile.block_m) * call.num_sequences * call.heads
         call.launch("forward", grid_forward_kernel, tile, (programs,), outs=out.strided, softmax_stats=softmax_stats.strided)
-    return plan.compile(out, softmax_stats)
+    return draft.compile(out, softmax_stats)

@@ -9,13 +9,13 @@ part after the other through the same workspace, in a fixed order.
 from __future__ import annotations
 
 import functools
-import math
 import os
 from typing import NamedTuple
 
 from ..._core.spec import AttentionTensors
 from ..call import Call, cdiv
 from ..config.tile_config import TileConfig
+from ..sizes import one_step
 from ..tile.masking import clamp_margin
 from .stored import ALIGNMENT, Layout
 
@@ -23,6 +23,7 @@ VARIABLE = "TRITON_RELATTN_WORKSPACE"
 """The environment variable that limits the workspace, in bytes. It never has less than one block of keys of one head."""
 USUAL_LIMIT = 256 * 2**20
 MAX_PAIRS = 2**30  # largest number of pairs of a head, which kernels address in 32 bits
+NO_LIMIT = 2**31  # of a window
 MOST_BEYOND = 1.25
 """All keys of a head are stored if they take up to so many times as much as a wave of the dkv kernel's programs: the gradient of
 the query need not be added up in float32 then."""
@@ -73,11 +74,14 @@ class Workspace(NamedTuple):
         """Return the parts: so many key heads each or, if not even one fits, so many blocks of keys of one."""
         programs = self.batch_key_heads * self.blocks
         span = programs if self.has_whole_heads else self.blocks
-        return [
-            Part(first, min(first + self.step, start + span))
-            for start in range(0, programs, span)
-            for first in range(start, start + span, self.step)
-        ]
+        parts, start = [], 0
+        while start < programs:
+            first, stop = start, start + span
+            while first < stop:
+                parts.append(Part(first, min(first + self.step, stop)))
+                first += self.step
+            start = stop
+        return parts
 
     def num_batch_heads(self, part: Part) -> int:
         """Return how many heads a part has."""
@@ -99,18 +103,18 @@ def workspace(call: Call, tensors: AttentionTensors, dkv: TileConfig, max_bytes:
     spec = call.spec
     rows, block_n, group = spec.max_seqlen_q, dkv.block_n, call.heads // call.key_heads
     key_heads, blocks = call.num_sequences * call.key_heads, cdiv(spec.max_seqlen_k, block_n)
-    has_probs, multiprocessors = tensors.rel_value is not None, call.plan.key.surroundings.multiprocessors
+    has_probs, multiprocessors = tensors.rel_value is not None, call.draft.key.surroundings.multiprocessors
     bytes_per_pair = tensors.query.element_size() * (1 + has_probs)
 
     # Columns: all keys, or if that is fewer a band of those in the windows of a block of queries (stored.window_in_table).
     columns = blocks * block_n
     margin = clamp_margin(dkv.block_m, block_n) if tensors.rel_p2c is not None and call.coverage == "clamp" else 0
-    left = spec.window_left if spec.window_left >= 0 else math.inf
-    right = spec.window_right if spec.window_right >= 0 else math.inf
+    left = spec.window_left if spec.window_left >= 0 else NO_LIMIT
+    right = spec.window_right if spec.window_right >= 0 else NO_LIMIT
     if call.coverage != "full":
         left, right = min(left, -spec.first), min(right, spec.last)
     if left + right < columns:
-        window = max(int(left + 1 + right), 0) + 2 * margin
+        window = max(left + 1 + right, 0) + 2 * margin
         columns = min(columns, cdiv(window + dkv.block_m - 1 + ALIGNMENT.value - 1, 64) * 64)
     layout = Layout(dkv.block_m, block_n, columns < blocks * block_n, margin)
     if max_bytes is None:
@@ -136,14 +140,17 @@ def workspace(call: Call, tensors: AttentionTensors, dkv: TileConfig, max_bytes:
     return Workspace(group, rows, part * block_n, key_heads, blocks, group, part, layout, has_probs)
 
 
+@one_step
 @functools.lru_cache(maxsize=1024)
 def _part_size(count: int, limit: int, programs: int, multiprocessors: int, at_once: int) -> int:
-    """Return how many of count things, of so many programs each, make a part, at most ``most``.
+    """Return how many of count things, of so many programs each, make a part, at most ``limit``.
 
     A wave of programs takes START_COST and as much as a multiprocessor has programs in it. All parts together should cost as
     little as possible; of sizes that cost the same, take one with the fewest parts, and of those the smallest: then parts are
     about equally large.
     """
+    if limit >= count:  # together they cost no more than in parts
+        return count
     slots = multiprocessors * at_once
 
     def part_cost(size: int) -> int:
