@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 
 from bench.compiled import selected_for
 from tools.absent_gpu import AbsentGPU, gpu_target
-from triton_relattn import RelativePositions, _calls, fused_relative_attention
+from triton_relattn import RelativePositions, _calls, decomposed_relative_attention, fused_relative_attention
 from triton_relattn import _implementations as implementations
 from triton_relattn._core import validation, watchers
 from triton_relattn._core.arguments import Arguments
@@ -153,6 +153,17 @@ def drawn(choose: random.Random, other_length: int | None = None) -> tuple[parti
     return partial(fused_relative_attention, *operands, **given, implementation="triton"), wanted
 
 
+def drawn_on_a_grid(choose: random.Random) -> tuple[partial[Any], list[torch.Tensor]]:
+    """A call on a grid, with or without a class token, and the tensors whose gradients are wanted."""
+    height, width, prefix = choose.randrange(1, 30), choose.choice((7, 8, 16, 40)), choose.choice((0, 0, 1))
+    new = partial(tensor, choose, dtype=torch.bfloat16)
+    query, key, value = (new(2, 2, prefix + height * width, 64) for _ in range(3))
+    rows, columns = (new(2 * side - 1, 64) for side in (height, width))
+    options: dict[str, Any] = {"grid": (height, width), "scale": choose.choice((None, -0.2)), "implementation": "triton"}
+    leaves = [query, key, value, rows, columns]
+    return partial(decomposed_relative_attention, query, key, value, rows, columns, **options), leaves
+
+
 def launched(recorder: Recorder, call: partial[Any], wanted: list[torch.Tensor], seed: int = 0) -> list[Any]:
     """The launches of a call, forward and backward, to be compared with others. seed: of the memory order of gradients."""
     choose = random.Random(seed)
@@ -233,21 +244,42 @@ def restored() -> Iterator[None]:
     torch.set_grad_enabled(True)
 
 
+def compare_with_triton(
+    recorder: Recorder, call: partial[Any], wanted: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch, order: int = 0
+) -> None:
+    """Compare the launches of a call with those by Triton, with nothing kept. order: of gradients, a seed."""
+    kept = launched(recorder, call, wanted, order)
+    with monkeypatch.context() as patch:
+        patch.setattr(plan, "_plans", {})
+        patch.setattr(plan, "_templates", {})
+        patch.setattr(_calls, "_known", {})
+        patch.setattr(plan, "launcher", lambda: "another")
+        assert kept == launched(recorder, call, wanted, order)
+
+
+@pytest.fixture
+def for_new_lengths(monkeypatch: pytest.MonkeyPatch) -> list[plan.Plan]:
+    """The plans that are those of calls with other sizes."""
+    found, plan_of = list[plan.Plan](), plan.Template.plan
+
+    def plan_for(template: plan.Template, sizes: Any) -> plan.Plan | None:
+        if (other := plan_of(template, sizes)) is not None:
+            found.append(other)
+        return other
+
+    monkeypatch.setattr(plan.Template, "plan", plan_for)
+    return found
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.usefixtures("restored")
 @pytest.mark.parametrize("seed", range(ROUNDS))
-def test_plans_launch_what_triton_would(recorder: Recorder, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_launch_what_triton_would(
+    recorder: Recorder, for_new_lengths: list[plan.Plan], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Calls of many kinds in random order, some of new lengths, with settings that change between them, by plans that are kept
     and, with the same tensors, by Triton with nothing kept: the same kernels for the same arguments, in the same grids."""
-    choose, for_new_lengths = random.Random(seed), list[plan.Plan]()
-    plan_of = plan.Template.plan
-
-    def plan_for(template: plan.Template, sizes: Any) -> plan.Plan | None:
-        found = plan_of(template, sizes)
-        for_new_lengths.extend([found] * (found is not None))
-        return found
-
-    monkeypatch.setattr(plan.Template, "plan", plan_for)
+    choose = random.Random(seed)
     kinds = [choose.random() for _ in range(30)]
     pool = [drawn(random.Random(kind)) for kind in kinds]
     for _ in range(CALLS):
@@ -259,14 +291,17 @@ def test_plans_launch_what_triton_would(recorder: Recorder, seed: int, monkeypat
             call, wanted = drawn(random.Random(choose.choice(kinds[:5])), length)
         with torch.autocast("cpu", torch.bfloat16, enabled=choose.random() < 0.1):
             order = choose.randrange(100)
-            kept = launched(recorder, call, wanted, order)
-            with monkeypatch.context() as patch:
-                patch.setattr(plan, "_plans", {})
-                patch.setattr(plan, "_templates", {})
-                patch.setattr(_calls, "_known", {})
-                patch.setattr(plan, "launcher", lambda: "another")
-                assert kept == launched(recorder, call, wanted, order)
+            compare_with_triton(recorder, call, wanted, monkeypatch, order)
     assert recorder.by_plans > CALLS / 4 and len(for_new_lengths) > CALLS / 10
+
+
+def test_plans_on_grids_launch_what_triton_would(
+    recorder: Recorder, for_new_lengths: list[plan.Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose = random.Random(0)
+    for _ in range(200):
+        compare_with_triton(recorder, *drawn_on_a_grid(choose), monkeypatch)
+    assert len(for_new_lengths) > 100
 
 
 # What a decision reads.

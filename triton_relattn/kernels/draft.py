@@ -1,4 +1,4 @@
-"""Drafts: how a plan is made, in forward.py, backward.py and grid.
+"""Drafts: how forward.py, backward.py and grid write down a plan.
 
 What decides gets a draft's tensors, of which all is known but their addresses (``Slot``), and writes down what a call does:
 
