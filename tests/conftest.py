@@ -76,10 +76,11 @@ def cut_blocks(patch: pytest.MonkeyPatch, queries: int, elements: int, few: int,
     """Make blockwise cut short calls: into blocks of these queries and elements (scores per thread), with heads computed one by
     one from ``few`` scores on. With a step, oneDNN multiplies float32 heads, whose sizes are rounded up to it. Calls of up to
     ``short`` queries are not cut."""
-    from triton_relattn._blockwise import cut, products
+    from triton_relattn._blockwise import blocks, products, runs
 
-    patch.setattr(cut, "SIZES", cut.Sizes(short, queries, 1, queries, few, elements))
-    patch.setattr(cut, "takes_onednn", lambda dtype: step > 0 and products.has_linear())  # float64 has the same sizes
+    patch.setattr(runs, "SIZES", runs.Sizes(short, queries, 1, queries, few, elements, queries, elements))
+    patch.setattr(blocks, "MIN_ALIGNED", 0)
+    patch.setattr(blocks, "takes_onednn", lambda dtype: step > 0 and products.has_linear())  # float64 has the same sizes
     if step:
         patch.setattr(products, "STEP", step)
 

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ._blockwise import attention, grids, short
+from ._blockwise import attention, grids
 from ._core.cache import digest, fingerprints, recall, remember
 from ._core.dtypes import compute_dtype, keeps_residual, new_like, without_autocast
 from ._core.grids import GridTensors
@@ -90,8 +90,7 @@ class Blockwise(Implementation):
             if isinstance(tensors, GridTensors):
                 return grids.forward(tensors, spec.scale, spec.dropout_p), None, None, None
             probs = self._empty_probs(tensors, spec, save_extra)
-            method = short if short.serves(tensors, spec) else attention
-            out, lse = method.forward(tensors, spec, probs)
+            out, lse = attention.forward(tensors, spec, probs)
         return out, lse if spec.with_lse else None, None, probs
 
     def backward(
@@ -107,8 +106,7 @@ class Blockwise(Implementation):
             if isinstance(tensors, GridTensors):
                 return grids.backward(d_out, tensors, spec.scale, spec.dropout_p, needs_grad)
             _, _, probs = saved
-            method = short if short.serves(tensors, spec) else attention
-            return method.backward(d_out, d_lse, tensors, spec, needs_grad, probs)
+            return attention.backward(d_out, d_lse, tensors, spec, needs_grad, probs)
 
     def _empty_lse(self, tensors: AttentionTensors, spec: AttentionSpec) -> torch.Tensor | None:
         return attention.new_lse(tensors, spec) if spec.with_lse else None

@@ -6,6 +6,7 @@ import copy
 import math
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -37,6 +38,7 @@ from tests.cpu.models import (
     varied,
 )
 from tests.cpu.whole_models import VISION, WHOLE_MODELS, images, vision_encoder
+from triton_relattn._blockwise import attention, grids
 from triton_relattn.integrations.transformers import disable, enable, supported_families
 from triton_relattn.testing import assert_within_budget
 
@@ -359,19 +361,26 @@ def test_vision_encoders(name: str, training: bool) -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.thorough] * (name not in ("canary", "inkling"))) for name in WHOLE_MODELS]
 )
-def test_whole_models(name: str) -> None:
+def test_whole_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, replaced = WHOLE_MODELS[name]
     torch.manual_seed(0)
     model, run = make()
     varied(model).eval()
+    # Results alone need not show whose they are: PyTorch's fused attention may compute both.
+    spies = [mock.Mock(wraps=forward) for forward in (attention.forward, grids.forward)]
+    for module, spy in zip((attention, grids), spies, strict=True):
+        monkeypatch.setattr(module, "forward", spy)
     with torch.no_grad():
         stock = run(model)
+        assert not any(spy.called for spy in spies)
         enabled = enable(model)
         ours = run(model)
         assert set(enabled.values()) == replaced
         assert_near("ours", ours, stock)
-        assert not torch.equal(ours, stock), "bit for bit what the stock path computes"
+        counts = [spy.call_count for spy in spies]
+        assert any(counts)
         assert disable(model) == enabled and torch.equal(run(model), stock)
+        assert counts == [spy.call_count for spy in spies]
 
 
 @every_family

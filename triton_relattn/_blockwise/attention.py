@@ -1,16 +1,18 @@
 """Linear-memory attention in plain torch, forward and hand-written backward, for any device.
 
-A call is cut into blocks of some queries with all keys that they see (cut.py, blocks.py), so that every step is one call of torch
-on a matrix of scores, and softmax is torch's own. Terms of tables are views of bands (bands.py). With the gradients dO of out and
-dlse of lse:
+A call is cut into blocks of some queries with all keys that they see (blocks.py), so that every step is one call of torch on a
+matrix of scores, and softmax is torch's own. Terms of tables are views of bands (tables.py, terms.py). With the gradients dO of
+out and dlse of lse:
 
     P  = softmax(scale * Q K^T + terms of other tables)              out = P V + term of rel_value
     dP = dO V^T + term of rel_value                                  dS  = P * (dP - rowsum(P * dP) + dlse)
 
-dV and the gradient of rel_value are products with P, all other gradients products with dS. The backward has whole rows, as the
-forward has, so it does not need lse. P sums to one however large the logits are, where exp(logits - lse) would not. If P takes no
-more memory than query, key, value and out, as with short sequences, the forward saves it for the backward. The working set is
-cut.SCORES blocks of scores, each of Sizes.elements for a thread, or of Sizes.rows rows, which is linear in the number of keys.
+dV and the gradient of rel_value are products with P, all other gradients products with dS. On a CPU most forwards are torch's
+fused attention, which takes the view of a band as a mask that it adds, and gives lse as well. The backward has whole rows, and
+computes their softmax again: P sums to one however large the logits are, where exp(logits - lse) would not. If P takes no more
+memory than query, key, value and out, as with short sequences, the forward computes it and saves it for the backward. The working
+set is runs.SCORES blocks of scores, each of Sizes.elements for a thread, or of Sizes.rows rows, which is linear in the number of
+keys.
 
 Shapes in comments: S sequences, H heads, M rows (queries) and N columns (keys) of a block.
 """
@@ -22,47 +24,131 @@ from collections.abc import Iterable, Set
 
 import torch
 
+from .._core.dropout import keep_mask, keep_scale
 from .._core.dtypes import compute_dtype, gradient_like, new_like
 from .._core.spec import DIFFERENTIABLE, TABLES, AttentionSpec, AttentionTensors
-from .bands import cast
-from .blocks import Block, Call, Group
-from .masks import dropout, mask
+from .blocks import Block, Call, Part
 from .products import has_fast_fused_attention
+from .tables import cast
+from .terms import Terms
+
+
+def forward(
+    tensors: AttentionTensors, spec: AttentionSpec, saved_probs: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute out (B, Hq, Nq, Dv) in the inputs' dtype, and lse, see new_lse(). saved_probs: memory for the probabilities before
+    dropout, for the backward."""
+    out, lse = new_like(tensors.query, tensors.value.shape[-1]), new_lse(tensors, spec)
+    call = Call(tensors, spec, rounds_terms=saved_probs is None)  # what is saved must fit the logits of the backward
+    for run in call.runs_without_keys:
+        run.rows(out, slice(None), 0, run.num_queries).zero_()
+        if spec.with_lse:
+            run.rows(lse, slice(None), 0, run.num_queries).fill_(-math.inf)
+    is_fused = saved_probs is None and can_fuse(call)
+    for part in call.parts(is_fused):
+        terms = Terms(part)
+        for block in part.blocks():
+            out_rows, lse_rows = block.view(out), block.view(lse) if spec.with_lse else None
+            if block.num_keys == 0:
+                out_rows.zero_()
+                if lse_rows is not None:
+                    lse_rows.fill_(-math.inf)
+            elif is_fused:
+                fused_block(block, terms, out_rows, lse_rows)
+            else:
+                block_by_steps(block, terms, out_rows, lse_rows, saved_probs)
+    return out, lse
+
+
+def new_lse(tensors: AttentionTensors, spec: AttentionSpec) -> torch.Tensor:
+    """Allocate lse, (B, Hq, Nq) in the compute dtype; (B, Hq, 0) if it is not wanted."""
+    query = tensors.query
+    return query.new_empty((*query.shape[:2], query.shape[2] if spec.with_lse else 0), dtype=compute_dtype(query.dtype))
+
+
+def can_fuse(call: Call) -> bool:
+    """Return whether torch's fused attention on a CPU computes a forward: without dropout, softcap and rel_value, in a dtype in
+    which it is not slower than steps, with values as wide as keys, if -inf can be added to the logits of hidden pairs, and if the
+    backward has no use for the probabilities."""
+    tensors, spec = call.tensors, call.spec
+    if not call.is_cpu or spec.softcap is not None or spec.dropout_p > 0 or tensors.rel_value is not None:
+        return False
+    is_rounded = call.product_dtype != call.dtype  # then a mask of numbers, which may be too large for it, is not
+    if not is_rounded and keeps_probs(tensors, spec):  # with a gradient and without, results have the same bits
+        return False
+    has_numbers = tensors.attn_mask is not None and tensors.attn_mask.dtype != torch.bool
+    if is_rounded and (call.product_dtype != torch.bfloat16 or not has_fast_fused_attention() or has_numbers):
+        return False
+    return tensors.key.shape[3] == tensors.value.shape[3] and call.can_add_hidden
+
+
+def fused_block(block: Block, terms: Terms, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """Compute a block's rows of out and lse by torch's fused attention."""
+    tensors, dtype = block.call.tensors, block.call.product_dtype
+    bias, run, heads = terms.of(block), block.part.run, block.part.key_heads
+    keys = (run.columns(tensor, heads, block.key, block.key + block.num_keys) for tensor in (tensors.key, tensors.value))
+    query, key, value = (with_rows(cast(tensor, dtype)) for tensor in (block.view(tensors.query), *keys))
+    result, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, False, attn_mask=bias, scale=block.call.spec.scale
+    )
+    out.copy_(result)
+    if lse is not None:
+        lse.copy_(log_sums)
+    if bias is not None and block.may_hide_rows and (lse is not None or block.call.has_nan_queries):  # else out is 0 there
+        hidden = bias.amax(-1) == -math.inf
+        out.masked_fill_(hidden[..., None], 0)
+        if lse is not None:
+            lse.masked_fill_(hidden, -math.inf)
+
+
+def with_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose rows have their numbers side by side, as fused attention reads them without asking."""
+    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
+
+
+def block_by_steps(
+    block: Block, terms: Terms, out: torch.Tensor, lse: torch.Tensor | None, saved_probs: torch.Tensor | None
+) -> None:
+    """Compute a block's rows of out and lse; saved_probs of forward()."""
+    call, part = block.call, block.part
+    saved = None if saved_probs is None else saved_part(block, saved_probs)
+    memory = saved.view(block.matrix_shape) if saved is not None and is_view(saved, block) else None
+    lse_rows = lse if lse is None or block.rows == block.num_rows else lse.new_empty(block.shape[:3])
+    probs, _ = probabilities(block, terms, memory, lse_rows)
+    if lse is not None and lse_rows is not None and lse_rows is not lse:
+        lse.copy_(lse_rows[:, :, : block.num_rows])
+    if saved is not None and memory is None:
+        saved.copy_(probs.view(block.shape)[:, :, : block.num_rows, : block.num_keys])
+    if (factors := dropout(block)) is not None:
+        probs = torch.mul(probs, factors, out=None if saved_probs is not None else probs)
+    # P V: [heads_per_key * M, N] @ [N, Dv]
+    rows = new_rows(block, out, cast(probs, call.product_dtype), cast(block.seen(part.value), call.product_dtype))
+    if "rel_value" in call.tables:
+        rows = cast(rows, call.dtype)
+        call.tables["rel_value"].add_products(part.products, probs.view(block.shape), None, rows, part.heads, block.base)
+    write_rows(block, out, rows)
 
 
 def probabilities(
-    block: Block, out: torch.Tensor | None = None, lse: torch.Tensor | None = None
+    block: Block, terms: Terms, out: torch.Tensor | None = None, lse: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return a block's probabilities, as matrices, in memory that is given or new, and the derivative of softcap or None."""
-    group, call = block.group, block.call
-    out = block.scores("scores", call.dtype) if out is None else out
+    call, part = block.call, block.part
+    out = block.scores("scores") if out is None else out
     # scale * Q K^T: [heads_per_key * M, D] @ [D, N]
-    scores = group.products.scaled(block.matrices(block.query), block.across(group.key), call.spec.scale, out)
+    scores = part.products.scaled(block.matrices(block.query), block.across(part.key), call.spec.scale, out)
     pairs = scores.view(block.shape)  # [S, H, M, N]
-    add_terms(block, pairs)
+    terms.add_to(pairs, block)
     slope = None
     if (softcap := call.spec.softcap) is not None:
         limited = scores.div_(softcap).tanh_()
         slope = 1 - limited.square()
         limited.mul_(softcap)
-    mask(block, pairs)
+    terms.hide(pairs, block)
     probs = softmax(scores, block.may_hide_rows, lse)
-    if block.num_queries < block.num_rows:  # rows of no query
-        probs.view(block.shape)[:, :, block.num_queries :] = 0
+    if block.num_rows < block.rows:  # rows of no query, which may see nothing
+        probs.view(block.shape)[:, :, block.num_rows :] = 0
     return probs, slope
-
-
-def add_terms(block: Block, pairs: torch.Tensor) -> None:
-    """Add the terms of the tables to the scores of the pairs."""
-    group, rel_scale = block.group, block.call.spec.rel_scale
-    for name, table in group.tables.items():
-        if name == "rel_key":
-            table.add_terms(group.setting, pairs, block.base, block.rel_query, rel_scale)
-        elif name == "rel_bias":
-            table.add_terms(group.setting, pairs, block.base)
-        elif name == "rel_p2c":
-            for columns, keys in group.panels(block):
-                table.add_terms(group.setting, pairs.mT[:, :, columns], -block.base - columns.start, keys, rel_scale)
 
 
 def softmax(scores: torch.Tensor, may_hide_rows: bool, lse: torch.Tensor | None = None) -> torch.Tensor:
@@ -82,22 +168,51 @@ def softmax(scores: torch.Tensor, may_hide_rows: bool, lse: torch.Tensor | None 
     return probs
 
 
-def softmax_backward(probs: torch.Tensor, d_probs: torch.Tensor) -> torch.Tensor:
-    """Compute probs * (d_probs - delta) in place of d_probs.
+def dropout(block: Block) -> torch.Tensor | None:
+    """Return dropout's factors of the probabilities, as matrices; None without dropout."""
+    call, run = block.call, block.part.run
+    seed, origins, dropout_p = call.tensors.dropout_seed, call.tensors.dropout_origins, call.spec.dropout_p
+    if seed is None:
+        return None
+    origin = [[number, 0, 0, 0] for number in range(run.number, run.number + run.count)]
+    if origins is not None:  # as what dropout counts sequence, head, first query and first key
+        origin = origins[run.number : run.number + run.count, 0].tolist()
+    heads = torch.arange(block.part.heads.start, block.part.heads.stop, device=seed.device)[:, None, None]
+    queries = torch.arange(block.row, block.row + block.rows, device=seed.device)[:, None]
+    keeps = []
+    for first_key in {first: None for *_, first in origin}:  # one, but in a part of a call
+        counts = torch.tensor([counts[:3] for counts in origin if counts[3] == first_key], device=seed.device)
+        sequence, head, query = counts[:, :, None, None, None].unbind(1)
+        keys = slice(block.key + first_key, block.key + first_key + block.columns)
+        keeps.append(keep_mask(seed, dropout_p, sequence, head + heads, query + queries, keys))
+    return torch.cat(keeps).to(call.dtype).mul_(keep_scale(dropout_p)).reshape(block.matrix_shape)
 
-    delta_i = sum_j P[i, j] dP[i, j] is computed from the block itself. The usual shortcut, rowsum(out * d_out), uses an out that
-    was rounded to the input dtype. With it, all dS of a row would share one small error, and the table's gradient, a sum over all
-    rows, would add these errors up.
-    """
-    if probs.device.type == "cpu":  # elsewhere a row may be written before all of it is read
-        return torch._softmax_backward_data(d_probs, probs, -1, probs.dtype, grad_input=d_probs)
-    return d_probs.sub_((probs * d_probs).sum(-1, keepdim=True)).mul_(probs)
+
+# Memory for results of a block: a view of a tensor, or rows that are copied to it at last.
+
+
+def new_rows(block: Block, view: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """Return scale times a product of matrices by row, [S, H, M, width], in the memory of the view if it can be."""
+    is_direct = view.dtype == left.dtype and view.shape[2] == block.rows and (block.is_matrix or view.is_contiguous())
+    shape = *left.shape[:-1], right.shape[-1]
+    out = block.matrices(view) if is_direct else block.call.memory("rows", shape, left.dtype)
+    result = block.part.products.scaled(left, right, scale, out)
+    if not is_direct:
+        return result.view(*block.shape[:3], shape[-1])
+    if result is not out:
+        out.copy_(result)
+    return view
+
+
+def write_rows(block: Block, view: torch.Tensor, rows: torch.Tensor) -> None:
+    """Write rows to a view, if they are not its memory."""
+    if view.data_ptr() != rows.data_ptr():
+        view.copy_(rows[:, :, : block.num_rows])
 
 
 def keeps_probs(tensors: AttentionTensors, spec: AttentionSpec) -> bool:
     """Return whether the forward should save the probabilities for the backward: whether they take no more memory than query,
-    key, value and out would if all had as many rows and heads as the query. Sequences that differ are aligned in another way in
-    each group."""
+    key, value and out would if all had as many rows and heads as the query."""
     query, value = tensors.query, tensors.value
     size = value.shape[2] * compute_dtype(query.dtype).itemsize
     input_bytes = 2 * (query.shape[3] + value.shape[3]) * query.dtype.itemsize
@@ -107,10 +222,7 @@ def keeps_probs(tensors: AttentionTensors, spec: AttentionSpec) -> bool:
 
 def saved_part(block: Block, saved_probs: torch.Tensor) -> torch.Tensor:
     """Return the block's part of the probabilities that are saved, (B, Hq, Nq, Nk)."""
-    group, run = block.group, block.group.runs[0]
-    first_key = run.start + block.start
-    rows, columns = slice(block.row, block.row + block.num_queries), slice(first_key, first_key + block.num_keys)
-    return saved_probs[run.entry : run.entry + run.count, group.heads, rows, columns]
+    return block.view(saved_probs)[..., block.key : block.key + block.num_keys]
 
 
 def is_view(part: torch.Tensor, block: Block) -> bool:
@@ -123,96 +235,12 @@ def read_probs(block: Block, saved_probs: torch.Tensor) -> torch.Tensor:
     part = saved_part(block, saved_probs)
     if is_view(part, block):
         return part.view(block.matrix_shape)
-    probs = block.scores("scores", block.call.dtype)
+    probs = block.scores("scores")
     pairs = probs.view(block.shape)
     if part.shape != pairs.shape:
         pairs.zero_()
-    pairs[:, :, : block.num_queries, : block.num_keys] = part
+    pairs[:, :, : block.num_rows, : block.num_keys] = part
     return probs
-
-
-def new_lse(tensors: AttentionTensors, spec: AttentionSpec) -> torch.Tensor:
-    """Return memory for lse, (B, Hq, Nq) in the compute dtype; (B, Hq, 0) if it is not wanted."""
-    query = tensors.query
-    return query.new_empty((*query.shape[:2], query.shape[2] if spec.with_lse else 0), dtype=compute_dtype(query.dtype))
-
-
-def forward(
-    tensors: AttentionTensors, spec: AttentionSpec, saved_probs: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute out (B, Hq, Nq, Dv) in the inputs' dtype, and lse, see new_lse(). saved_probs: memory for the probabilities before
-    dropout, for the backward."""
-    out, lse = new_like(tensors.query, tensors.value.shape[-1]), new_lse(tensors, spec)
-    call = Call(tensors, spec, rounds_terms=saved_probs is None)  # what is saved must fit the logits of the backward
-    forward_block = fused_block if can_fuse(call, saved_probs) else block_by_steps
-    for run in call.runs_without_keys:
-        for sequence in run.sequences():
-            queries = sequence.entry, slice(None), slice(sequence.query, sequence.query + sequence.num_queries)
-            out[queries] = 0
-            if spec.with_lse:
-                lse[queries] = -math.inf
-    for group in call.groups():
-        out_rows, lse_rows = group.new_rows(out), group.new_rows(lse[..., None]) if spec.with_lse else None
-        for block in group.blocks():
-            if block.num_keys > 0:
-                forward_block(block, out_rows, None if lse_rows is None else block.rows(lse_rows), saved_probs)
-                continue
-            block.rows(out_rows).zero_()
-            if lse_rows is not None:
-                block.rows(lse_rows).fill_(-math.inf)
-        group.query_rows.write(out, out_rows)
-        if lse_rows is not None:
-            group.query_rows.write(lse[..., None], lse_rows)
-    return out, lse
-
-
-def block_by_steps(block: Block, out: torch.Tensor, lse: torch.Tensor | None, saved_probs: torch.Tensor | None) -> None:
-    """Compute a block's part of out, a group's rows; lse of softmax(), saved_probs of forward()."""
-    group, call = block.group, block.call
-    part = None if saved_probs is None else saved_part(block, saved_probs)
-    probs, _ = probabilities(block, part.view(block.matrix_shape) if part is not None and is_view(part, block) else None, lse)
-    if part is not None and part.data_ptr() != probs.data_ptr():
-        part.copy_(probs.view(block.shape)[:, :, : block.num_queries, : block.num_keys])
-    if (factors := dropout(block)) is not None:
-        probs = torch.mul(probs, factors, out=None if saved_probs is not None else probs)
-    # P V: [heads_per_key * M, N] @ [N, Dv]
-    block.write(out, cast(probs, call.product_dtype), block.columns(group.value_operand))
-    if "rel_value" in group.tables:
-        group.tables["rel_value"].add_products(group.setting, probs.view(block.shape), block.base, None, block.rows(out))
-
-
-def can_fuse(call: Call, saved_probs: torch.Tensor | None) -> bool:
-    """Return whether torch's fused attention on a CPU computes a forward, with the terms of the tables as a mask that it adds."""
-    tensors, spec = call.tensors, call.spec
-    query, key, value, attn_mask = tensors.query, tensors.key, tensors.value, tensors.attn_mask
-    if not call.is_cpu or query.dtype != torch.bfloat16 or call.product_dtype != query.dtype or not has_fast_fused_attention():
-        return False
-    if saved_probs is not None or spec.softcap is not None or spec.dropout_p > 0 or tensors.rel_value is not None:
-        return False
-    is_boolean = attn_mask is None or attn_mask.dtype == torch.bool  # numbers may be too large for bfloat16
-    is_finite = bool((key.sum(dtype=call.dtype) + value.sum(dtype=call.dtype)).isfinite())  # NaN of a hidden key would reach all
-    return is_boolean and is_finite and key.shape[3] == value.shape[3] and query.shape[2] >= call.cut.sizes.min_rows
-
-
-def fused_block(block: Block, out: torch.Tensor, lse: torch.Tensor | None, _: torch.Tensor | None) -> None:
-    """Compute a block's part of out, a group's rows, by torch's fused attention; lse of softmax()."""
-    group, dtype = block.group, block.call.product_dtype
-    terms = block.scores("terms of tables", dtype).zero_()
-    pairs = terms.view(block.shape)
-    add_terms(block, pairs)
-    mask(block, pairs)
-    query = cast(block.matrices(block.query), dtype)
-    operands = query, block.columns(group.key_operand), block.columns(group.value_operand), terms
-    # Matrices as one head of each of a batch: [matrices, 1, rows or columns, ...]
-    q, k, v, bias = (matrices.view(-1, 1, *matrices.shape[-2:]) for matrices in operands)
-    result, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, False, attn_mask=bias, scale=block.call.spec.scale
-    )
-    block.rows(out).copy_(result.reshape(block.rows(out).shape))
-    if lse is not None:
-        lse.copy_(log_sums.view(lse.shape))
-        if block.may_hide_rows:  # there it is 0
-            lse.masked_fill_((terms.amax(-1, keepdim=True) == -math.inf).view(lse.shape), -math.inf)
 
 
 def backward(
@@ -225,134 +253,131 @@ def backward(
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of the tensors that spec.DIFFERENTIABLE names; None for those that are not wanted or not there.
     saved_probs: the forward's; None: they are computed again."""
-    call, inputs = Call(tensors, spec), inputs_that_need_grad(tensors, needs_grad)
-    call.gradients = {name: gradient_like(tensor) for name, tensor in inputs.items() if name not in TABLES}
-    for name, gradient in call.gradients.items():
-        if call.runs_without_keys or (name in ("key", "value") and not call.sees_all_keys):
+    given = zip(DIFFERENTIABLE, needs_grad, tensors, strict=False)
+    inputs = {name: tensor for name, needed, tensor in given if needed and tensor is not None}
+    call, gradients = Call(tensors, spec), {name: gradient_like(inputs[name]) for name in inputs if name not in TABLES}
+    if not call.sees_all:
+        for gradient in gradients.values():
             gradient.zero_()
-    for group in call.groups():
-        gradients = Gradients(group, inputs.keys(), d_out, d_lse)
-        for block in group.blocks():
+    for part in call.parts():
+        terms, of_part = Terms(part), Gradients(part, inputs.keys(), gradients)
+        for block in part.blocks():
             if block.num_keys > 0:
-                backward_block(gradients, block, saved_probs)
-            elif gradients.query is not None:
-                block.rows(gradients.query).zero_()
-        gradients.write()
+                probs, slope = probabilities(block, terms) if saved_probs is None else (read_probs(block, saved_probs), None)
+                backward_block(block, of_part, probs, slope, d_out, d_lse)
+        of_part.write()
     call.memory.clear()  # before more is allocated
-    call.add_table_gradients()
-    return in_order(call.gradients, inputs)
-
-
-def inputs_that_need_grad(tensors: AttentionTensors, needs_grad: Iterable[bool]) -> dict[str, torch.Tensor]:
-    """Return the tensors whose gradients are wanted."""
-    inputs = zip(DIFFERENTIABLE, needs_grad, tensors, strict=False)
-    return {name: tensor for name, needed, tensor in inputs if needed and tensor is not None}
-
-
-def in_order(gradients: dict[str, torch.Tensor], inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients in the order of spec.DIFFERENTIABLE, of tables in their shape and dtype; zeros where there is none."""
-    ordered: list[torch.Tensor | None] = []
-    for name in DIFFERENTIABLE:
-        tensor, gradient = inputs.get(name), gradients.get(name)
-        if tensor is not None and gradient is None:
-            gradient = gradient_like(tensor).zero_()
-        elif tensor is not None and gradient is not None and name in TABLES:
-            gradient = cast(gradient.view(tensor.shape), tensor.dtype)
-        ordered.append(gradient)
-    return tuple(ordered)
+    for name in inputs.keys() & set(TABLES):
+        of_table, table = call.tables[name].gradient() if name in call.tables else None, inputs[name]
+        total = table.new_zeros(table.shape) if of_table is None else of_table.to(table.dtype)
+        gradients[name] = total.reshape(table.shape).contiguous()
+    return tuple(gradients.get(name) for name in DIFFERENTIABLE)
 
 
 class Gradients:
-    """The gradients of a group's rows and columns, which its blocks write or add to, and those of its results."""
+    """The gradients that are wanted of a part's blocks: of rows, which each block writes, and sums of columns."""
 
-    def __init__(self, group: Group, needs_grad: Set[str], d_out: torch.Tensor, d_lse: torch.Tensor | None) -> None:
-        self.group, self.needs_grad = group, needs_grad
-        totals = group.call.gradients  # of the call's tensors
-        self.d_out, self.d_lse = group.rows(d_out), None if d_lse is None else group.rows(d_lse[..., None])
-        self.query = group.new_rows(totals["query"]) if "query" in needs_grad else None
-        self.rel_query = group.new_rows(totals["rel_query"]).zero_() if "rel_query" in needs_grad else None
-        self.key, self.value = (group.new_columns(totals[n], n) if n in needs_grad else None for n in ("key", "value"))
-        self.keys_by_head = None
-        if "rel_p2c" in group.tables and "key" in needs_grad:
-            self.keys_by_head = torch.zeros_like(group.keys_by_head)
-        self.beta = 0  # 0 as long as no block has written to key and value
+    def __init__(self, part: Part, needs_grad: Set[str], of_call: dict[str, torch.Tensor]) -> None:
+        self.part, self.needs_grad, self.of_call = part, needs_grad, of_call
+        self.sums = {name: part.new_sums(of_call[name], name) for name in of_call if name in ("key", "value")}
+        self.keys_by_head: torch.Tensor | None = None
+        if "rel_p2c" in part.call.tables and "key" in needs_grad:
+            self.keys_by_head = torch.zeros_like(part.keys_by_head)
+        self.beta = 0  # 0 until a block has written the sums
+
+    def sum_of(self, name: str, block: Block) -> torch.Tensor:
+        """Return a block's columns of the sum of key or value, in which is something, or which the block writes."""
+        if not self.beta and block.columns < self.part.num_columns:
+            for columns in self.sums.values():
+                columns.zero_()
+            self.beta = 1
+        return block.seen(self.sums[name])
 
     def write(self) -> None:
-        """Write what is complete to the gradients of the call's tensors."""
-        group, totals = self.group, self.group.call.gradients
-        if not self.beta:  # no block sees a key
-            self.clear()
-        if self.keys_by_head is not None and self.key is not None:
-            self.key.add_(self.keys_by_head.unflatten(1, (-1, group.call.heads_per_key)).sum(2).view(self.key.shape))
-        for name, rows in (("query", self.query), ("rel_query", self.rel_query)):
-            if rows is not None:
-                group.query_rows.write(totals[name], rows)
-        for name, columns in (("key", self.key), ("value", self.value)):
-            if columns is not None:
-                width = columns.shape[-1]
-                group.key_rows.write(totals[name], columns.reshape(group.sizes[0], -1, group.num_columns, width))
-
-    def clear(self) -> None:
-        """Set the gradients of keys and values to zero."""
-        for columns in (self.key, self.value):
-            if columns is not None:
-                columns.zero_()
-        self.beta = 1
+        """Write what is complete to the gradients of the call."""
+        part = self.part
+        if self.keys_by_head is not None:
+            self.sums["key"] += self.keys_by_head.unflatten(1, (-1, part.call.group)).sum(2).view(self.sums["key"].shape)
+        for name, columns in self.sums.items():
+            part.write_sums(self.of_call[name], columns)
 
 
-def backward_block(gradients: Gradients, block: Block, saved_probs: torch.Tensor | None) -> None:
+def softmax_backward(probs: torch.Tensor, d_probs: torch.Tensor) -> torch.Tensor:
+    """Compute probs * (d_probs - delta) in place of d_probs.
+
+    delta_i = sum_j P[i, j] dP[i, j] is computed from the block itself. The usual shortcut, rowsum(out * d_out), uses an out that
+    was rounded to the input dtype. With it, all dS of a row would share one small error, and the table's gradient, a sum over all
+    rows, would add these errors up.
+    """
+    if probs.device.type == "cpu":  # elsewhere a row may be written before all of it is read
+        return torch._softmax_backward_data(d_probs, probs, -1, probs.dtype, grad_input=d_probs)
+    return d_probs.sub_((probs * d_probs).sum(-1, keepdim=True)).mul_(probs)
+
+
+def backward_block(
+    block: Block,
+    gradients: Gradients,
+    probs: torch.Tensor,
+    slope: torch.Tensor | None,
+    d_out: torch.Tensor,
+    d_lse: torch.Tensor | None,
+) -> None:
     """Add a block's part to all gradients."""
-    group, call, needs_grad = block.group, block.call, gradients.needs_grad
-    products, tables, dtype, scale = group.products, group.tables, call.product_dtype, call.spec.scale
-    if not (gradients.beta or block.has_all_columns):
-        gradients.clear()
-    beta, gradients.beta = gradients.beta, 1
-    probs, slope = probabilities(block) if saved_probs is None else (read_probs(block, saved_probs), None)
+    part, call, tables, needs_grad = block.part, block.call, block.call.tables, gradients.needs_grad
+    products, dtype, scale = part.products, call.product_dtype, call.spec.scale
     factors = dropout(block)
     dropped = probs if factors is None else probs * factors
-    d_out_rows = block.vectors(gradients.d_out)  # [S, H, M, Dv]
-    d_out = block.matrices(d_out_rows)
-    if gradients.value is not None:  # dV^T += dO^T P: [Dv, heads_per_key * M] @ [heads_per_key * M, N]
-        products.add(block.columns(gradients.value).mT, cast(d_out, dtype).mT, cast(dropped, dtype), beta=beta)
+    d_out_rows = block.vectors(d_out)  # [S, H, M, Dv]
+    d_rows = block.matrices(d_out_rows)
+    if "value" in needs_grad:  # dV^T += dO^T P: [Dv, heads_per_key * M] @ [heads_per_key * M, N]
+        total = gradients.sum_of("value", block)
+        products.add(total.mT, cast(d_rows, dtype).mT, cast(dropped, dtype), beta=gradients.beta)
     if "rel_value" in needs_grad:
-        tables["rel_value"].add_products(group.setting, dropped.view(block.shape), block.base, d_out_rows, None)
-    if needs_grad <= {"value", "rel_value"}:
-        return
-    # dP = dO V^T: [heads_per_key * M, Dv] @ [Dv, N]. All terms are added by now but for those of rel_value, which come next.
-    out = block.scores("d_scores" if "rel_value" in tables else "terms", call.dtype)
-    d_scores = products.scaled(d_out, block.across(group.value), 1.0, out)
-    pairs = d_scores.view(block.shape)  # [S, H, M, N]
-    if "rel_value" in tables:
-        tables["rel_value"].add_terms(group.setting, pairs, block.base, d_out_rows)
-    if factors is not None:
-        d_scores.mul_(factors)
-    softmax_backward(probs, d_scores)  # dS = P (dP - delta)
-    if gradients.d_lse is not None:
-        d_scores.addcmul_(probs, block.matrices(block.vectors(gradients.d_lse)))
-    if slope is not None:
-        d_scores.mul_(slope)
-    operand = cast(d_scores, dtype)
-    if gradients.key is not None:  # dK^T += scale Q^T dS: [D, heads_per_key * M] @ [heads_per_key * M, N]
-        query = cast(block.matrices(block.query), dtype)
-        products.add(block.columns(gradients.key).mT, query.mT, operand, scale, beta)
-    if gradients.query is not None:  # dQ = scale dS K: [heads_per_key * M, N] @ [N, D]
-        block.write(gradients.query, operand, block.columns(group.key_operand), scale)
-    add_gradients(gradients, block, pairs)
+        tables["rel_value"].add_products(products, dropped.view(block.shape), d_out_rows, None, part.heads, block.base)
+    if not needs_grad <= {"value", "rel_value"}:
+        # dP = dO V^T: [heads_per_key * M, Dv] @ [Dv, N]
+        d_scores = products.scaled(d_rows, block.across(part.value), 1.0, block.scores("band"))  # which is needed no more
+        pairs = d_scores.view(block.shape)  # [S, H, M, N]
+        if "rel_value" in tables:
+            tables["rel_value"].add_terms(products, pairs, d_out_rows, part.heads, block.base)
+        if factors is not None:
+            d_scores.mul_(factors)
+        softmax_backward(probs, d_scores)  # dS = P (dP - delta)
+        if d_lse is not None:
+            d_scores.addcmul_(probs, block.matrices(block.vectors(d_lse[..., None])))
+        if slope is not None:
+            d_scores.mul_(slope)
+        operand = cast(d_scores, dtype)
+        if "key" in needs_grad:  # dK^T += scale Q^T dS: [D, heads_per_key * M] @ [heads_per_key * M, N]
+            total = gradients.sum_of("key", block)
+            products.add(total.mT, cast(block.matrices(block.query), dtype).mT, operand, scale, gradients.beta)
+        rows: dict[str, torch.Tensor] = {}
+        views = {name: block.view(gradients.of_call[name]) for name in ("query", "rel_query") if name in needs_grad}
+        if "query" in needs_grad:  # dQ = scale dS K: [heads_per_key * M, N] @ [N, D]
+            rows["query"] = cast(new_rows(block, views["query"], operand, cast(block.seen(part.key), dtype), scale), call.dtype)
+        if "rel_query" in needs_grad:
+            rows["rel_query"] = pairs.new_zeros(*block.shape[:3], views["rel_query"].shape[3])
+        add_gradients(block, gradients, pairs, rows)
+        for name, view in views.items():
+            write_rows(block, view, rows[name])
+    gradients.beta = 1
 
 
-def add_gradients(gradients: Gradients, block: Block, pairs: torch.Tensor) -> None:
+def add_gradients(block: Block, gradients: Gradients, pairs: torch.Tensor, rows: dict[str, torch.Tensor]) -> None:
     """Add what the gradients of the logits, [S, H, M, N], give to those of the tables, and of what the tables meet."""
-    group, needs_grad, rel_scale = block.group, gradients.needs_grad, block.call.spec.rel_scale
-    for name, table in group.tables.items():
-        if name == "rel_key":
-            rows = gradients.query if block.call.tensors.rel_query is None else gradients.rel_query
-            total, vectors = None if rows is None else block.rows(rows), block.rel_query if name in needs_grad else None
-            if total is not None or vectors is not None:
-                table.add_products(group.setting, pairs, block.base, vectors, total, rel_scale)
-        elif name == "rel_bias" and name in needs_grad:
-            table.add_products(group.setting, pairs, block.base, None, None)
-        elif name == "rel_p2c" and needs_grad & {"key", "rel_p2c"}:
-            d_keys = None if gradients.keys_by_head is None else block.columns(gradients.keys_by_head)
-            for columns, keys in group.panels(block):
-                total, vectors = None if d_keys is None else d_keys[:, :, columns], keys if name in needs_grad else None
-                table.add_products(group.setting, pairs.mT[:, :, columns], -block.base - columns.start, vectors, total, rel_scale)
+    part, tables, needs_grad, rel_scale = block.part, block.call.tables, gradients.needs_grad, block.call.spec.rel_scale
+    total = rows.get("query" if block.call.tensors.rel_query is None else "rel_query")
+    if "rel_key" in tables and (total is not None or "rel_key" in needs_grad):
+        vectors = block.rel_query if "rel_key" in needs_grad else None
+        for some in block.bands():
+            own, of_band = (None if tensor is None else tensor[:, :, some] for tensor in (vectors, total))
+            base = block.base - some.start
+            tables["rel_key"].add_products(part.products, pairs[:, :, some], own, of_band, part.heads, base, rel_scale)
+    if "rel_bias" in needs_grad:
+        tables["rel_bias"].add_products(part.products, pairs, None, None, part.heads, block.base)
+    if "rel_p2c" in tables and needs_grad & {"key", "rel_p2c"}:
+        d_keys = None if gradients.keys_by_head is None else block.seen(gradients.keys_by_head)
+        for columns, keys in block.panels():
+            d_panel, vectors = None if d_keys is None else d_keys[:, :, columns], keys if "rel_p2c" in needs_grad else None
+            base = -block.base - columns.start
+            tables["rel_p2c"].add_products(part.products, pairs.mT[:, :, columns], vectors, d_panel, part.heads, base, rel_scale)

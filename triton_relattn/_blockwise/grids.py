@@ -5,7 +5,7 @@
 A key has two coordinates, so the terms of a query are not N numbers but h + w: one for each row and one for each column of the
 grid. They are broadcast into a block of scores, to which the product of queries and keys is then added; in the backward, sums
 of the block over its columns and over its rows are their gradients. So a term costs an addition a score, and no product. A
-block has some queries, successive in the grid, and all keys; sizes are those of cut.py.
+block has some queries, successive in the grid, and all keys; sizes are those of runs.py.
 
 Shapes in comments: G heads of all sequences, counted through; M queries of a block, h x w of them on the grid; Nk keys.
 """
@@ -20,7 +20,7 @@ import torch
 from .._core.dropout import keep_mask, keep_scale, whole_origins
 from .._core.dtypes import compute_dtype
 from .._core.grids import GridTensors
-from . import cut
+from . import runs
 from .attention import softmax_backward
 from .products import Memory, Products, product_dtype
 
@@ -47,14 +47,14 @@ def blocks(tensors: GridTensors) -> Iterator[tuple[slice, list[Block]]]:
     batch, num_heads, _, _ = tensors.query.shape
     num_keys, prefix = tensors.key.shape[2], tensors.prefix
     height, width = tensors.rel_h.shape[0], tensors.rel_w.shape[0]
-    threads = cut.threads_on(tensors.query.device)
-    fewest, elements = min(batch * num_heads, threads), threads * cut.SIZES.elements
-    max_queries = max(cut.SIZES.rows, elements // max(fewest * num_keys, 1))
-    columns = cut.evenly(width, min(width, max_queries))
-    rows = cut.evenly(height, max(max_queries // max(width, 1), 1))
+    threads = runs.threads_on(tensors.query.device)
+    fewest, elements = min(batch * num_heads, threads), threads * runs.SIZES.elements
+    max_queries = max(runs.SIZES.rows, elements // max(fewest * num_keys, 1))
+    columns = runs.evenly(width, min(width, max_queries))
+    rows = runs.evenly(height, max(max_queries // max(width, 1), 1))
     largest = (rows[-1].stop - rows[-1].start) * (columns[-1].stop - columns[-1].start)
-    for heads in cut.evenly(batch * num_heads, max(elements // max(largest * num_keys, 1), fewest, 1)):
-        parts = [Block(heads, queries, slice(0, 0), slice(0, 0)) for queries in cut.evenly(prefix, max_queries)]
+    for heads in runs.evenly(batch * num_heads, max(elements // max(largest * num_keys, 1), fewest, 1)):
+        parts = [Block(heads, queries, slice(0, 0), slice(0, 0)) for queries in runs.evenly(prefix, max_queries)]
         for row in rows:
             for column in columns:
                 start = prefix + row.start * width + column.start
@@ -76,7 +76,8 @@ class GridCall:
             self.origins = (whole_origins(batch, heads, tensors.query.device) if origins is None else origins).flatten(0, 1)
         self.query, self.key, self.value = (matrices.flatten(0, 1) for matrices in tensors[:3])
         self.rel_h, self.rel_w = tensors.rel_h.to(self.dtype), tensors.rel_w.to(self.dtype)
-        self.memory, self.products = Memory(tensors.query), Products(by_onednn=False)
+        self.memory = Memory(tensors.query)
+        self.products = Products(False, self.memory, self.product_dtype, self.dtype)
 
     def scores(self, name: str, block: Block) -> torch.Tensor:
         """Return memory of that name for the scores of a block, uninitialised."""

@@ -107,11 +107,21 @@ class Memory:
 
 class Products:
     """Products of matrices, or of batches of them. step: sizes should be multiples of it, but for the width of a head; band_step:
-    and the columns of bands of this."""
+    and the columns of bands of this. dtype: of their operands; term_dtype: for terms of tables."""
 
-    def __init__(self, by_onednn: bool) -> None:
-        self.by_onednn = by_onednn
-        self.step, self.band_step = (STEP, STEP) if by_onednn else (1, LINE)
+    def __init__(
+        self, by_onednn: bool, memory: Memory, dtype: torch.dtype, term_dtype: torch.dtype, is_small: bool = False
+    ) -> None:
+        """is_small: to copy tables for a multiple takes longer than it saves."""
+        self.by_onednn, self.memory, self.dtype, self.term_dtype = by_onednn, memory, dtype, term_dtype
+        self.step, self.band_step = (STEP, STEP) if by_onednn else (1, 1 if is_small else LINE)
+
+    def new_operand(self, rows: torch.Tensor, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return zeros for rows (H, R, width) as right operands (H, width, num_columns), in the order that is faster."""
+        heads, _, width = rows.shape
+        if self.by_onednn:
+            return rows.new_zeros(heads, num_columns, width, dtype=dtype).mT
+        return rows.new_zeros(heads, width, num_columns, dtype=dtype)
 
     def uses_onednn(self, left: torch.Tensor) -> bool:
         """Return whether oneDNN computes a product. Its result is new memory."""
