@@ -20,7 +20,7 @@ Shapes in comments: S sequences, H heads, M rows and N columns of a block, a wid
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -43,14 +43,25 @@ def skewed(band: torch.Tensor, num_columns: int) -> torch.Tensor:
     return band.as_strided((*band.shape[:-1], num_columns), (*others, row - one, one), start)
 
 
-def visible(spec: AttentionSpec, runs: Sequence[Run] = ()) -> tuple[int, int]:
-    """Return the lowest and the highest relative position that a window shows, and that pairs of runs have."""
+def visible(spec: AttentionSpec, run: Run | None = None) -> tuple[int, int]:
+    """Return the lowest and the highest relative position that a window shows, and that pairs of a run have."""
     low = -spec.window_left if spec.window_left >= 0 else -EVERYWHERE
     high = spec.window_right if spec.window_right >= 0 else EVERYWHERE
-    if runs:
-        low = max(low, min(run.start - run.offset - run.num_queries + 1 for run in runs))
-        high = min(high, max(run.stop - run.offset - 1 for run in runs))
+    if run is not None:
+        low = max(low, run.start - run.offset - run.num_queries + 1)
+        high = min(high, run.stop - run.offset - 1)
     return low, high
+
+
+def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return ranges (first, last) in their order, those that touch as one."""
+    apart: list[tuple[int, int]] = []
+    for low, high in sorted(ranges):
+        if apart and low <= apart[-1][1] + 1:
+            apart[-1] = apart[-1][0], max(apart[-1][1], high)
+        else:
+            apart.append((low, high))
+    return apart
 
 
 class Table:
@@ -61,9 +72,12 @@ class Table:
         table = table[..., None] if name == "rel_bias" else table
         self.name, self.clamp, self.is_mirrored = name, spec.clamp, name == "rel_p2c"
         self.rows = cast(table if table.dim() == 3 else table[None], dtype)
-        self.first, (low, high) = spec.first, visible(spec, runs)
+        self.first, ranges = spec.first, {visible(spec, run) for run in runs}
         if self.is_mirrored:
-            self.rows, self.first, (low, high) = self.rows.flip(1), -spec.last, (-high, -low)
+            self.rows, self.first, ranges = self.rows.flip(1), -spec.last, {(-high, -low) for low, high in ranges}
+        self.ranges = merged(ranges)
+        """The positions that pairs have, from the lowest to the highest of each range."""
+        low, high = self.ranges[0][0], self.ranges[-1][1]
         self.per_head = table.dim() == 3
         self.last = self.first + self.rows.shape[1] - 1
         self.low, self.high = max(self.first, low), min(self.last, high)  # the positions that have a row and are visible
@@ -102,10 +116,11 @@ class Table:
             if products.band_step == 1:
                 self._operands[kind] = rows.mT if self.per_head else rows[0].mT
                 return self._operands[kind]
-            start = min(self.low - self.first, rows.shape[1] - least)
-            needed = slice(start, max(self.high + 1 - self.first, start + least))
             operand = products.new_operand(rows, rows.shape[1] + STEP, dtype)
-            operand[:, :, needed] = rows[:, needed].mT
+            for low, high in self.ranges:
+                start = min(max(low - self.first, 0), rows.shape[1] - least)
+                needed = slice(start, max(min(high + 1 - self.first, rows.shape[1]), start + least))
+                operand[:, :, needed] = rows[:, needed].mT
             self._operands[kind] = operand if self.per_head else operand[0]
         return self._operands[kind]
 
