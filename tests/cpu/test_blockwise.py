@@ -280,6 +280,17 @@ def test_error_rule_of_a_forward_alone(case: str, monkeypatch: pytest.MonkeyPatc
         cut_blocks(monkeypatch, 16, 1, 4)
 
 
+@pytest.mark.parametrize("spoilt", [math.nan, math.inf, 1e300])
+def test_keys_that_a_query_does_not_see(spoilt: float) -> None:
+    """Keys that are not finite, or whose products are not, do not reach queries before them in the same block."""
+    inputs = make_inputs(1, 2, 100, 100, 16, num_rows=199, dtype=torch.float64, seed=7)
+    expected = attend(*inputs[:4], is_causal=True)[0][:, :, :60]
+    key = inputs.key.clone()
+    key[:, :, 60:] = spoilt * torch.randn(1, 2, 40, 16).sign()
+    out, _ = attend(*inputs._replace(key=key)[:4], is_causal=True)
+    assert_same("out", out[:, :, :60], expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_scale_of_zero(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention by position, by content or by a bias alone: torch's 16-bit products with alpha = 0 leave the result unwritten,

@@ -63,15 +63,15 @@ class Call:
     @cached_property
     def can_add_hidden(self) -> bool:
         """Whether -inf can be added to the logits of hidden pairs, with the terms: if these are finite, but for queries that are
-        NaN, and values are. Elsewhere than on a CPU, to ask would be to wait."""
+        NaN. Elsewhere than on a CPU, to ask would be to wait."""
         if not self.has_hidden:
             return True
         if not self.is_cpu or self.spec.softcap is not None or self.may_be_infinite:
             return False
-        query, key, value, *_ = self.tensors
+        query, key, *_ = self.tensors
         query = query.nan_to_num(nan=0.0) if self.has_nan_queries else query
         product = largest(query) * largest(key) * query.shape[3] * max(abs(self.spec.scale), 1.0)
-        return math.isfinite(largest(value)) and product < torch.finfo(self.dtype).max / 2
+        return product < torch.finfo(self.dtype).max / 2
 
     @property
     def sees_all(self) -> bool:
