@@ -115,19 +115,25 @@ def poison_memory(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Memory, "__call__", poisoned(Memory.__call__))
 
 
+def without_plans(patch: pytest.MonkeyPatch) -> None:
+    """Let all be decided anew."""
+    from triton_relattn.kernels import plan
+
+    patch.setattr(plan, "_plans", {})
+    patch.setattr(plan, "_templates", {})
+
+
 def cut_tiles(patch: pytest.MonkeyPatch, tiles: Mapping[str, tuple[Any, ...]] | None, rounds_terms: bool | None = None) -> None:
     """Give the kernels these tiles, by their names: (block_m, block_n, carry, rotation). Each test has plans of its own.
 
     Args:
         rounds_terms: whether terms of tables are rounded to float16, as on a GPU; None: as by default.
     """
-    from triton_relattn.kernels import plan
     from triton_relattn.kernels.config import architectures
     from triton_relattn.kernels.config.selection import Tables
     from triton_relattn.kernels.config.tile_config import TileConfig
 
-    patch.setattr(plan, "_plans", {})
-    patch.setattr(plan, "_templates", {})
+    without_plans(patch)
     if tiles is not None:
         configs = {name: TileConfig(m, n, m // 16, 1, *others) for name, (m, n, *others) in tiles.items()}
         patch.setattr(Tables, "select", lambda tables, kernel, *_, **__: configs[kernel])
@@ -140,8 +146,7 @@ def fresh_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test has calls and plans of another one, which may have changed what they depend on."""
     monkeypatch.setattr("triton_relattn._calls._known", {})
     if "triton_relattn.kernels.plan" in sys.modules:
-        monkeypatch.setattr("triton_relattn.kernels.plan._plans", {})
-        monkeypatch.setattr("triton_relattn.kernels.plan._templates", {})
+        without_plans(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

@@ -23,6 +23,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from bench.compiled import selected_for
+from tests.conftest import without_plans
 from tools.absent_gpu import AbsentGPU, gpu_target
 from triton_relattn import RelativePositions, _calls, decomposed_relative_attention, fused_relative_attention
 from triton_relattn import _implementations as implementations
@@ -250,8 +251,7 @@ def compare_with_triton(
     """Compare the launches of a call with those by Triton, with nothing kept. order: of gradients, a seed."""
     kept = launched(recorder, call, wanted, order)
     with monkeypatch.context() as patch:
-        patch.setattr(plan, "_plans", {})
-        patch.setattr(plan, "_templates", {})
+        without_plans(patch)
         patch.setattr(_calls, "_known", {})
         patch.setattr(plan, "launcher", lambda: "another")
         assert kept == launched(recorder, call, wanted, order)

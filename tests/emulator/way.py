@@ -12,10 +12,10 @@ import torch
 
 from bench.compiled import selected_for
 from tests.check import Way
+from tests.conftest import without_plans
 from tests.samples import Sample
 from tools.emulator.device import Emulated, emulated
 from triton_relattn import _implementations
-from triton_relattn.kernels import plan
 from triton_relattn.kernels.config.selection import Tables
 from triton_relattn.kernels.config.tile_config import TileConfig
 
@@ -65,8 +65,7 @@ class Emulator(Way):
 
         with pytest.MonkeyPatch.context() as patch, selected_for(self.target), emulated(self.target, self.seed) as launches:
             patch.setattr(_implementations, "choose_implementation", lambda *_: _implementations.TRITON)
-            patch.setattr(plan, "_plans", {})
-            patch.setattr(plan, "_templates", {})
+            without_plans(patch)
             patch.setattr(Tables, "select", selected)
             torch.set_float32_matmul_precision("high" if self.is_tf32 else "highest")
             try:

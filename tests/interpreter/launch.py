@@ -12,6 +12,7 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
+from tests.conftest import without_plans
 from tests.expected import assert_table_gradient, exact_results, table_gradient_budget
 from tests.tolerance import assert_at_most, assert_gradients_close_fp32
 from triton_relattn import fused_relative_attention, fused_relative_attention_varlen
@@ -21,7 +22,6 @@ from triton_relattn._core.dropout import keep_mask
 from triton_relattn._core.dtypes import keeps_residual
 from triton_relattn._core.spec import DIFFERENTIABLE, TABLES, AttentionSpec, AttentionTensors
 from triton_relattn._reference import reference_attention
-from triton_relattn.kernels import plan
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.config import architectures, selection
 from triton_relattn.kernels.config.tile_config import TileConfig
@@ -138,8 +138,7 @@ def launches_seen_by(see: Callable[[str, dict[str, Any]], None]) -> Iterator[Non
 def round_terms(monkeypatch: pytest.MonkeyPatch, rounded: bool) -> None:
     """Let the kernels round terms to float16, or not, for all dtypes, in plans of their own."""
     monkeypatch.setattr(architectures, "rounds_terms", lambda *_: rounded)
-    monkeypatch.setattr(plan, "_plans", {})
-    monkeypatch.setattr(plan, "_templates", {})
+    without_plans(monkeypatch)
 
 
 def has_wide_index(tensor: torch.Tensor) -> bool:

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tests.conftest import without_plans
 from tests.interpreter.calls import (
     CALLS,
     LIMITS,
@@ -197,8 +198,7 @@ def test_programs_that_share_rows(per_head: bool, kind: str, monkeypatch: pytest
     inputs = make_inputs(2, 2, 33, 30, 16, num_rows=positions.num_rows, per_head=per_head, dtype=torch.float32, seed=8)
     for splits in (1, 2, 5):
         monkeypatch.setattr(table_gradient, "table_splits", lambda *_, splits=splits: splits)
-        plan._plans.clear()
-        plan._templates.clear()
+        without_plans(monkeypatch)
         found.append(check_forward_backward(inputs, TILES["twice"], positions=positions)["d_rel_key"])
     assert any(not torch.equal(other, found[0]) for other in found[1:])  # the number of programs changed
 

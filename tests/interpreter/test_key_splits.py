@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.conftest import without_plans
 from tests.interpreter.calls import packed_call
 from tests.interpreter.launch import SMALL, check, check_forward_backward, resolve
 from tests.tolerance import assert_near
 from triton_relattn import RelativePositions
-from triton_relattn.kernels import plan
 from triton_relattn.kernels import splits as key_splits
 from triton_relattn.kernels.config import architectures
 from triton_relattn.kernels.draft import Slot
@@ -72,15 +72,14 @@ def test_decoding(positions: RelativePositions, is_sharp: bool, splits: list[int
     assert splits == [10]
 
 
-def test_repeats(splits: list[int]) -> None:
+def test_repeats(splits: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Splits are merged in a fixed order, with equal bits. Without splits maxima are equal, and sums are close."""
     inputs = decoded(num_rows=51)
     tensors, spec = resolve(inputs, query_offset=199)
     first, second = (forward(tensors, spec, SMALL["forward"]) for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first[:3], second[:3], strict=True)) and splits == [10]
     key_splits.LEAST_KEYS = 1000
-    plan._plans.clear()
-    plan._templates.clear()
+    without_plans(monkeypatch)
     whole = forward(tensors, spec, SMALL["forward"])
     assert len(splits) == 1
     assert torch.equal(whole[2][:, :, 0], first[2][:, :, 0])

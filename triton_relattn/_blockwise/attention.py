@@ -27,7 +27,7 @@ import torch
 from .._core.dropout import keep_mask, keep_scale
 from .._core.dtypes import compute_dtype, gradient_like, new_like
 from .._core.spec import DIFFERENTIABLE, TABLES, AttentionSpec, AttentionTensors
-from .blocks import Block, Call, Part
+from .blocks import Block, Call, Part, with_rows
 from .products import has_fast_fused_attention
 from .tables import cast
 from .terms import Terms
@@ -84,10 +84,9 @@ def can_fuse(call: Call) -> bool:
 
 def fused_block(block: Block, terms: Terms, out: torch.Tensor, lse: torch.Tensor | None) -> None:
     """Compute a block's rows of out and lse by torch's fused attention."""
-    tensors, dtype = block.call.tensors, block.call.product_dtype
-    bias, run, heads = terms.of(block), block.part.run, block.part.key_heads
-    keys = (run.columns(tensor, heads, block.key, block.key + block.num_keys) for tensor in (tensors.key, tensors.value))
-    query, key, value = (with_rows(cast(tensor, dtype)) for tensor in (block.view(tensors.query), *keys))
+    bias, key_value = terms.of(block), block.part.fused_operands
+    query = with_rows(cast(block.view(block.call.tensors.query), block.call.product_dtype))
+    key, value = (block.seen(tensor) for tensor in key_value)
     result, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, False, attn_mask=bias, scale=block.call.spec.scale
     )
@@ -99,11 +98,6 @@ def fused_block(block: Block, terms: Terms, out: torch.Tensor, lse: torch.Tensor
         out.masked_fill_(hidden[..., None], 0)
         if lse is not None:
             lse.masked_fill_(hidden, -math.inf)
-
-
-def with_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose rows have their numbers side by side, as fused attention reads them without asking."""
-    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
 
 
 def block_by_steps(
@@ -122,7 +116,7 @@ def block_by_steps(
     if (factors := dropout(block)) is not None:
         probs = torch.mul(probs, factors, out=None if saved_probs is not None else probs)
     # P V: [heads_per_key * M, N] @ [N, Dv]
-    rows = new_rows(block, out, cast(probs, call.product_dtype), cast(block.seen(part.value), call.product_dtype))
+    rows = new_rows(block, out, cast(probs, call.product_dtype), block.seen(part.value_operand))
     if "rel_value" in call.tables:
         rows = cast(rows, call.dtype)
         call.tables["rel_value"].add_products(part.products, probs.view(block.shape), None, rows, part.heads, block.base)
@@ -260,16 +254,16 @@ def backward(
         for gradient in gradients.values():
             gradient.zero_()
     for part in call.parts():
-        terms, of_part = Terms(part), Gradients(part, inputs.keys(), gradients)
+        terms, collected = Terms(part), Gradients(part, inputs.keys(), gradients)
         for block in part.blocks():
             if block.num_keys > 0:
                 probs, slope = probabilities(block, terms) if saved_probs is None else (read_probs(block, saved_probs), None)
-                backward_block(block, of_part, probs, slope, d_out, d_lse)
-        of_part.write()
+                backward_block(block, collected, probs, slope, d_out, d_lse)
+        collected.write()
     call.memory.clear()  # before more is allocated
     for name in inputs.keys() & set(TABLES):
-        of_table, table = call.tables[name].gradient() if name in call.tables else None, inputs[name]
-        total = table.new_zeros(table.shape) if of_table is None else of_table.to(table.dtype)
+        total, table = call.tables[name].gradient() if name in call.tables else None, inputs[name]
+        total = table.new_zeros(table.shape) if total is None else total.to(table.dtype)
         gradients[name] = total.reshape(table.shape).contiguous()
     return tuple(gradients.get(name) for name in DIFFERENTIABLE)
 
@@ -277,9 +271,9 @@ def backward(
 class Gradients:
     """The gradients that are wanted of a part's blocks: of rows, which each block writes, and sums of columns."""
 
-    def __init__(self, part: Part, needs_grad: Set[str], of_call: dict[str, torch.Tensor]) -> None:
-        self.part, self.needs_grad, self.of_call = part, needs_grad, of_call
-        self.sums = {name: part.new_sums(of_call[name], name) for name in of_call if name in ("key", "value")}
+    def __init__(self, part: Part, needs_grad: Set[str], totals: dict[str, torch.Tensor]) -> None:
+        self.part, self.needs_grad, self.totals = part, needs_grad, totals
+        self.sums = {name: part.new_sums(totals[name], name) for name in totals if name in ("key", "value")}
         self.keys_by_head: torch.Tensor | None = None
         if "rel_p2c" in part.call.tables and "key" in needs_grad:
             self.keys_by_head = torch.zeros_like(part.keys_by_head)
@@ -299,7 +293,7 @@ class Gradients:
         if self.keys_by_head is not None:
             self.sums["key"] += self.keys_by_head.unflatten(1, (-1, part.call.group)).sum(2).view(self.sums["key"].shape)
         for name, columns in self.sums.items():
-            part.write_sums(self.of_call[name], columns)
+            part.write_sums(self.totals[name], columns)
 
 
 def softmax_backward(probs: torch.Tensor, d_probs: torch.Tensor) -> torch.Tensor:
@@ -352,9 +346,9 @@ def backward_block(
             total = gradients.sum_of("key", block)
             products.add(total.mT, cast(block.matrices(block.query), dtype).mT, operand, scale, gradients.beta)
         rows: dict[str, torch.Tensor] = {}
-        views = {name: block.view(gradients.of_call[name]) for name in ("query", "rel_query") if name in needs_grad}
+        views = {name: block.view(gradients.totals[name]) for name in ("query", "rel_query") if name in needs_grad}
         if "query" in needs_grad:  # dQ = scale dS K: [heads_per_key * M, N] @ [N, D]
-            rows["query"] = cast(new_rows(block, views["query"], operand, cast(block.seen(part.key), dtype), scale), call.dtype)
+            rows["query"] = cast(new_rows(block, views["query"], operand, block.seen(part.key_operand), scale), call.dtype)
         if "rel_query" in needs_grad:
             rows["rel_query"] = pairs.new_zeros(*block.shape[:3], views["rel_query"].shape[3])
         add_gradients(block, gradients, pairs, rows)
@@ -370,9 +364,9 @@ def add_gradients(block: Block, gradients: Gradients, pairs: torch.Tensor, rows:
     if "rel_key" in tables and (total is not None or "rel_key" in needs_grad):
         vectors = block.rel_query if "rel_key" in needs_grad else None
         for some in block.bands():
-            own, of_band = (None if tensor is None else tensor[:, :, some] for tensor in (vectors, total))
+            own, part_of_total = (None if tensor is None else tensor[:, :, some] for tensor in (vectors, total))
             base = block.base - some.start
-            tables["rel_key"].add_products(part.products, pairs[:, :, some], own, of_band, part.heads, base, rel_scale)
+            tables["rel_key"].add_products(part.products, pairs[:, :, some], own, part_of_total, part.heads, base, rel_scale)
     if "rel_bias" in needs_grad:
         tables["rel_bias"].add_products(part.products, pairs, None, None, part.heads, block.base)
     if "rel_p2c" in tables and needs_grad & {"key", "rel_p2c"}:

@@ -144,7 +144,7 @@ class Part:
 
     def __init__(self, call: Call, run: Run, key_heads: slice, rows: int, by_onednn: bool, is_fused: bool) -> None:
         """rows: of a block, at most."""
-        self.call, self.run, self.key_heads, self.max_rows = call, run, key_heads, rows
+        self.call, self.run, self.key_heads = call, run, key_heads
         self.heads = slice(key_heads.start * call.group, key_heads.stop * call.group)
         is_small = call.tensors.query.numel() < MIN_ALIGNED
         self.products = Products(by_onednn, call.memory, call.product_dtype, call.term_dtype, is_small)
@@ -154,14 +154,14 @@ class Part:
         self.num_columns = up(run.stop - run.start, self.step)
         if self.step > 1 and call.spec.window_left >= 0:  # blocks begin anywhere
             self.num_columns += self.step
+        self.rows = up(-(-run.num_queries // -(-run.num_queries // rows)), self.step)
         self._panels: tuple[tuple[int, int], list[tuple[slice, torch.Tensor]]] | None = None
 
     def blocks(self) -> Iterator[Block]:
         """Yield blocks of about equally many queries."""
         run, spec = self.run, self.call.spec
-        rows = up(-(-run.num_queries // -(-run.num_queries // self.max_rows)), self.step)
-        for row in range(0, run.num_queries, rows):
-            stop_row, key, stop = min(row + rows, run.num_queries), run.start, run.stop
+        for row in range(0, run.num_queries, self.rows):
+            stop_row, key, stop = min(row + self.rows, run.num_queries), run.start, run.stop
             if spec.window_left >= 0:
                 key = min(max(row + run.offset - spec.window_left, key), stop)
             if spec.window_right >= 0:
@@ -179,14 +179,28 @@ class Part:
         return self._matrices(self.call.tensors.value)
 
     @cached_property
+    def key_operand(self) -> torch.Tensor:
+        """The keys in the dtype of products."""
+        return cast(self.key, self.call.product_dtype)
+
+    @cached_property
+    def value_operand(self) -> torch.Tensor:
+        return cast(self.value, self.call.product_dtype)
+
+    @cached_property
+    def fused_operands(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values as fused attention reads them: (sequences, key heads, columns, width), with numbers side by side."""
+        key, value = (self.columns(tensor) for tensor in self.call.tensors[1:3])
+        return with_rows(cast(key, self.call.product_dtype)), with_rows(cast(value, self.call.product_dtype))
+
+    @cached_property
     def keys_by_head(self) -> torch.Tensor:
         """The keys of each head of the query, (sequences, heads, columns, width): the rows of rel_p2c."""
         keys = self.key.view(self.sizes[0], -1, self.num_columns, self.key.shape[-1])
         return keys if self.call.group == 1 else keys.repeat_interleave(self.call.group, 1)
 
     def _matrices(self, tensor: torch.Tensor) -> torch.Tensor:
-        columns = padded(cast(self.columns(tensor), self.call.dtype), self.num_columns)
-        columns = columns if columns.stride(3) == 1 else columns.contiguous()
+        columns = with_rows(padded(cast(self.columns(tensor), self.call.dtype), self.num_columns))
         return columns[0, 0] if self.num_matrices == 1 else columns.reshape(self.num_matrices, self.num_columns, tensor.shape[3])
 
     def columns(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -255,9 +269,8 @@ class Block:
 
     def seen(self, matrices: torch.Tensor) -> torch.Tensor:
         """Return the block's columns of a part's, (..., columns, width)."""
-        return (
-            matrices if self.columns == matrices.shape[-2] else matrices.narrow(-2, self.key - self.part.run.start, self.columns)
-        )
+        first = self.key - self.part.run.start
+        return matrices if self.columns == matrices.shape[-2] else matrices.narrow(-2, first, self.columns)
 
     def across(self, matrices: torch.Tensor) -> torch.Tensor:
         """Return the same as the transposed operand of a product."""
@@ -280,6 +293,11 @@ class Block:
     def scores(self, name: str) -> torch.Tensor:
         """Return memory for scores as matrices."""
         return self.call.memory(name, self.matrix_shape, self.call.dtype)
+
+
+def with_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose rows have their numbers side by side. Fused attention reads them so without asking."""
+    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
 
 
 def padded(rows: torch.Tensor, num_rows: int) -> torch.Tensor:

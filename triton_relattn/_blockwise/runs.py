@@ -17,9 +17,8 @@ class Sizes(NamedTuple):
     rows: int = 128  # queries of a block for each thread, of one head
     min_rows: int = 32
     """The same where heads share keys, or the window is short: most scores of a block much longer than it would be hidden."""
-    batch_rows: int = (
-        64  # queries of a band of a batch, and of other blocks: with more, bands have many columns that are not needed
-    )
+    batch_rows: int = 64
+    """Queries of a band of a batch, and of its blocks if they are not short: with more, bands have many unneeded columns."""
     few_scores: int = 1 << 17
     """Scores of a block of one head up to which heads and sequences are computed in batches; see few_for_onednn."""
     elements: int = 1 << 19  # scores of a batch for each thread, two megabytes

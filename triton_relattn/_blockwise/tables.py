@@ -86,7 +86,7 @@ class Table:
         self._operands: dict[object, torch.Tensor] = {}
         self._sums: torch.Tensor | None = None
 
-    def of_heads(self, tensor: torch.Tensor, heads: slice) -> torch.Tensor:
+    def select_heads(self, tensor: torch.Tensor, heads: slice) -> torch.Tensor:
         """Return the part of (1 or Hq, ...) that belongs to some heads."""
         return tensor[heads] if self.per_head and heads.stop - heads.start < tensor.shape[0] else tensor
 
@@ -112,7 +112,7 @@ class Table:
         that no pair needs are zero."""
         kind = heads.start, heads.stop, dtype, products.band_step
         if kind not in self._operands:
-            rows, least = cast(self.of_heads(self.rows, heads), dtype), int(self.clamp)  # an end row stands for others
+            rows, least = cast(self.select_heads(self.rows, heads), dtype), int(self.clamp)  # an end row stands for others
             if products.band_step == 1:
                 self._operands[kind] = rows.mT if self.per_head else rows[0].mT
                 return self._operands[kind]
@@ -221,12 +221,12 @@ class Table:
             folded.append(fold(logical[..., high - 1 : width], 0, pairs[..., stop:]))
         near = band.narrow(-1, low, count)
         if is_bias:
-            sums = self.of_heads(self.sums(), heads)[:, 0].narrow(-1, row, count)
+            sums = self.select_heads(self.sums(), heads)[:, 0].narrow(-1, row, count)
             sums += near.sum(-2)
         if total is not None:
             self._add_rows(products, near, self.operand(heads, products, products.dtype).narrow(-1, row, count), total, alpha)
         if vectors is not None:  # [W, S * H * M] @ [S * H * M, columns]
-            sums = self.of_heads(self.sums(), heads).narrow(-1, row, count)
+            sums = self.select_heads(self.sums(), heads).narrow(-1, row, count)
             left = self.flat(cast(vectors, products.dtype))
             products.add(sums if near.dim() == 3 else sums[0], left.mT, near, alpha)
         for column in folded:
@@ -257,10 +257,8 @@ class Table:
 
     def bias(self, heads: slice, first: int, width: int) -> torch.Tensor:
         """Return the terms of a bias for successive positions, (1 or H, width)."""
-        rows, index = (
-            self.of_heads(self.rows, heads)[..., 0],
-            torch.arange(first, first + width, device=self.rows.device) - self.first,
-        )
+        rows = self.select_heads(self.rows, heads)[..., 0]
+        index = torch.arange(first, first + width, device=self.rows.device) - self.first
         terms = rows[:, index.clamp(0, rows.shape[1] - 1)]
         return terms if self.clamp else terms.masked_fill((index < 0) | (index >= rows.shape[1]), 0)
 

@@ -12,6 +12,7 @@ from functools import cached_property
 import torch
 
 from .blocks import Block, Part
+from .runs import evenly
 from .tables import cast, skewed, visible
 
 LINES = 32  # rows of a band of equal lines that is added to scores: more take memory, fewer take more additions
@@ -36,7 +37,7 @@ class Terms:
         """Return the terms of some rows of a block, a view that broadcasts to the pairs [S, H, M, N]; None if there are none."""
         rows = slice(0, block.rows) if rows is None else rows
         if self.is_alike:
-            return self._alike(block, rows, block.rows) if self.has_lines else None
+            return self._alike(block, rows) if self.has_lines else None
         mask = None if self.attn_mask is None else self._mask(block, rows)
         if not self.has_tables and not self.has_lines:
             return mask
@@ -52,15 +53,12 @@ class Terms:
 
     def add_to(self, pairs: torch.Tensor, block: Block) -> None:
         """Add the terms to the pairs [S, H, M, N] of a block."""
-        bands = (
-            [slice(row, min(row + LINES, block.rows)) for row in range(0, block.rows, LINES)] if self.is_alike else block.bands()
-        )
-        for rows in bands if self.has_lines or not self.is_alike else ():
-            terms = self._alike(block, rows, LINES) if self.is_alike else self.of(block, rows)
-            if terms is not None:
-                some = pairs[:, :, rows]
-                some = some[:, :, : terms.shape[2]] if terms.shape[2] > 1 else some
-                some[..., : terms.shape[3]].add_(terms)
+        if self.is_alike and not self.has_lines:
+            return
+        for rows in evenly(block.rows, LINES) if self.is_alike else block.bands():
+            if (terms := self.of(block, rows)) is not None:
+                some = pairs[:, :, rows, : terms.shape[3]]
+                (some[:, :, : terms.shape[2]] if terms.shape[2] > 1 else some).add_(terms)
 
     def hide(self, pairs: torch.Tensor, block: Block) -> None:
         """Set the logits of hidden pairs to -inf, whatever they are, and add a float mask, if the terms lack that."""
@@ -100,9 +98,10 @@ class Terms:
             band[..., max(high + 1 - first, 0) :] = hidden
         return band
 
-    def _alike(self, block: Block, rows: slice, height: int) -> torch.Tensor:
-        """Return the terms of some rows of a block, a view of equal lines [1, 1 or H, rows, N]. height: rows at most."""
+    def _alike(self, block: Block, rows: slice) -> torch.Tensor:
+        """Return the terms of some rows of a block, a view of equal lines [1, 1 or H, rows, N]."""
         if self._lines is None:
+            height = self.part.rows if self.part.is_fused else LINES
             self._lines = self.positions[None, :, None].expand(-1, -1, height, -1).contiguous()
         num_rows, start = rows.stop - rows.start, block.base - rows.stop + 1 - self.low
         return skewed(self._lines[:, :, :num_rows].narrow(3, start, num_rows + block.columns - 1), block.columns)

@@ -171,7 +171,7 @@ class Draft:
             else:
                 cells.append(self._argument(value))
             described.append(value)
-        self.launches.append(Launch(name, kernel, config, _pick(cells), options))
+        self.launches.append(Launch(name, kernel, _pick(cells), options))
         self.grids.append((*grid, 1, 1)[:3])
         self.described.append(described)
 
@@ -199,7 +199,7 @@ class Draft:
         if self.key.surroundings.launcher != "another":
             for launch, grid, arguments in zip(self.launches, self.grids, self.described, strict=True):
                 self._compile(launch, grid, arguments)
-        of_all_sizes = {
+        shared = {
             "launches": self.launches,
             "addresses": self.addresses,
             "groups": self.groups,
@@ -209,7 +209,7 @@ class Draft:
             "gpu": self.key.surroundings.gpu,
             "is_direct": self.key.surroundings.launcher == "plan",
         }
-        of_sizes = (
+        sized = (
             self.cells,
             self.grids,
             self.allocations,
@@ -223,7 +223,7 @@ class Draft:
                 for calls in (self.preparations, self.endings)
             ],
         )
-        return Template(of_all_sizes, of_sizes)
+        return Template(shared, sized)
 
     def _compile(self, launch: Launch, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
         """Find the kernel of a launch among those that are compiled, or compile it."""

@@ -29,7 +29,6 @@ from .._core.watchers import ALIGNMENT, facts_of
 from . import kernels_are_interpreted
 from .config import architectures, selection
 from .config.selection import Tables
-from .config.tile_config import TileConfig
 from .fences import ptx_options
 from .sizes import Notes, plain
 
@@ -64,10 +63,10 @@ class Key(NamedTuple):
 class Launch:
     """A kernel, and how it gets its arguments."""
 
-    __slots__ = ("config", "function", "kernel", "metadata", "name", "options", "pick", "run")
+    __slots__ = ("function", "kernel", "metadata", "name", "options", "pick", "run")
 
-    def __init__(self, name: str, kernel: Any, config: TileConfig | None, pick: Any, options: Any) -> None:
-        self.name, self.kernel, self.config, self.pick, self.options = name, kernel, config, pick, options
+    def __init__(self, name: str, kernel: Any, pick: Any, options: Any) -> None:
+        self.name, self.kernel, self.pick, self.options = name, kernel, pick, options
         self.run: Any = None
         self.function = self.metadata = None
 
@@ -90,8 +89,8 @@ class Plan:
     gpu: Any
     is_direct: bool
 
-    def __init__(self, of_all_sizes: dict[str, Any], of_sizes: Sequence[Any]) -> None:
-        self.__dict__.update(of_all_sizes)
+    def __init__(self, shared: dict[str, Any], sized: Sequence[Any]) -> None:
+        self.__dict__.update(shared)
         self.cells: list[Any]  # arguments and parts of arguments: constants, and what a call fills in
         (
             self.cells,
@@ -104,7 +103,7 @@ class Plan:
             self.views,  # cell, cell of what it is a view of, shape, strides
             self.preparations,
             self.endings,
-        ) = of_sizes
+        ) = sized
 
     def __call__(self, *given: torch.Tensor | None) -> list[torch.Tensor | None]:
         """Run the call. given: in the order of the key's."""
@@ -170,25 +169,25 @@ def _tensor_of(source: int, shape: tuple[int, ...], strides: tuple[int, ...], te
 
 
 class Template:
-    """Plans of calls for whose sizes the same was decided. of_sizes: what depends on them, with symbols."""
+    """Plans of calls for whose sizes the same was decided. sized: what depends on them, with symbols."""
 
-    def __init__(self, of_all_sizes: dict[str, Any], of_sizes: Sequence[Any]) -> None:
-        self.of_all_sizes, self.of_sizes = of_all_sizes, of_sizes
+    def __init__(self, shared: dict[str, Any], sized: Sequence[Any]) -> None:
+        self.shared, self.sized = shared, sized
         self.notes: Notes | None = None  # of how it was made
         self.numbers: Callable[[Sequence[int]], Any] | None = None
 
     def first(self) -> Plan:
         """Return the plan for the sizes for which it was made."""
-        return Plan(self.of_all_sizes, plain(self.of_sizes))
+        return Plan(self.shared, plain(self.sized))
 
     def plan(self, sizes: Sequence[int]) -> Plan | None:
         """Return the plan for other sizes, None if they lead to other decisions."""
         if self.numbers is None:
             assert self.notes is not None
-            self.numbers = self.notes.function(self.of_sizes)
-            self.notes, self.of_sizes = None, ()  # no longer needed
+            self.numbers = self.notes.function(self.sized)
+            self.notes, self.sized = None, ()  # no longer needed
         numbers = self.numbers(sizes)
-        return None if numbers is None else Plan(self.of_all_sizes, numbers)
+        return None if numbers is None else Plan(self.shared, numbers)
 
 
 class DoesNotFit(Exception):
@@ -247,26 +246,30 @@ def _made(key: Key) -> Plan:
     that does not fit the GPU a smaller one is selected, from now on."""
     with _making:
         while (plan := _plans.get(key)) is None:
-            sizes: list[int] = []
-            kind = _with_sizes(key, sizes.append)
-            templates = _templates.get(kind)
-            if templates is None:
-                templates = _kept(_templates, kind, [])
-            for template in templates:
-                if (plan := template.plan(sizes)) is not None:
-                    templates.remove(template)
-                    break
-            else:
-                try:
-                    template = _decided(key, sizes)
-                except DoesNotFit:
-                    around = key.surroundings
-                    key = key._replace(surroundings=around._replace(tables=selection.tables(around.arch)))
-                    continue
-                plan = template.first()
-            templates.insert(0, template)  # the last used first
-            del templates[MOST_TEMPLATES:]
-            _kept(_plans, key, plan)
+            try:
+                plan = _kept(_plans, key, _planned(key))
+            except DoesNotFit:
+                around = key.surroundings
+                key = key._replace(surroundings=around._replace(tables=selection.tables(around.arch)))
+    return plan
+
+
+def _planned(key: Key) -> Plan:
+    """Return a new plan: by a template of calls that differ in sizes alone, or by a decision."""
+    sizes: list[int] = []
+    kind = _with_sizes(key, sizes.append)
+    templates = _templates.get(kind)
+    if templates is None:
+        templates = _kept(_templates, kind, [])
+    for template in templates:
+        if (plan := template.plan(sizes)) is not None:
+            templates.remove(template)
+            break
+    else:
+        template = _decided(key, sizes)
+        plan = template.first()
+    templates.insert(0, template)  # the last used first
+    del templates[MOST_TEMPLATES:]
     return plan
 
 
