@@ -187,6 +187,20 @@ def test_a_mask_of_the_lowest_number(dtype: torch.dtype | None, mask_dtype: torc
         assert_at_most(name, error.norm(), relative * float(exact.norm()))
 
 
+@pytest.mark.parametrize("table", [None, "rel_key", "rel_bias"])
+def test_a_mask_broadcasts_along_any_dimension(table: str | None, way: Way) -> None:
+    """Each of the mask's four sizes may be 1, also that of the keys."""
+    drawn: dict[str, Any] = {"rel_key": table == "rel_key", "rel_bias": table == "rel_bias", "dtype": way.dtype, "seed": 7}
+    sizes, positions = (BATCH, HEADS, QUERIES, KEYS), None if table is None else POSITIONS["clamp"]
+    inputs = make_inputs(*sizes, way.width, num_rows=None if positions is None else positions.num_rows, **drawn)
+    numbers = torch.randn(sizes, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(way.dtype)
+    for full in itertools.product((True, False), repeat=4):
+        mask = numbers[tuple(slice(None if is_full else 1) for is_full in full)]
+        attn_mask = mask > -0.5 if sum(full) in (1, 2) else mask
+        results = way.results(inputs, positions=positions, attn_mask=attn_mask)
+        way.check(results, inputs, positions=positions, attn_mask=attn_mask)
+
+
 def test_a_mask_of_minus_1e9(way: Way) -> None:
     """-1e9 hides keys as a bool mask does."""
     inputs = all_terms(way, POSITIONS["zero"])

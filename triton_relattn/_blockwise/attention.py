@@ -40,10 +40,11 @@ def forward(
     dropout, for the backward."""
     out, lse = new_like(tensors.query, tensors.value.shape[-1]), new_lse(tensors, spec)
     call = Call(tensors, spec, rounds_terms=saved_probs is None)  # what is saved must fit the logits of the backward
+    all_heads = slice(0, tensors.query.shape[1])
     for run in call.runs_without_keys:
-        run.rows(out, slice(None), 0, run.num_queries).zero_()
+        run.rows(out, all_heads, 0, run.num_queries).zero_()
         if spec.with_lse:
-            run.rows(lse, slice(None), 0, run.num_queries).fill_(-math.inf)
+            run.rows(lse, all_heads, 0, run.num_queries).fill_(-math.inf)
     is_fused = saved_probs is None and can_fuse(call)
     for part in call.parts(is_fused):
         terms = Terms(part)

@@ -295,6 +295,11 @@ class Block:
         return self.call.memory(name, self.matrix_shape, self.call.dtype)
 
 
+def select_rows(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
+    """Return some rows of (S, H, M, width), all of them at once."""
+    return tensor if rows.stop - rows.start == tensor.shape[2] else tensor[:, :, rows]
+
+
 def with_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor whose rows have their numbers side by side. Fused attention reads them so without asking."""
     return tensor if tensor.stride(3) == 1 else tensor.contiguous()

@@ -60,10 +60,13 @@ class Run(NamedTuple):
 
     def part(self, start: int, stop: int) -> Run:
         """Return some of the sequences."""
-        moved = self._replace(number=self.number + start, count=stop - start)
+        number, count = self.number + start, stop - start
+        if count == self.count:
+            return self
         if not self.is_packed:
-            return moved._replace(entry=self.entry + start)
-        return moved._replace(query=self.query + start * self.num_queries, key=self.key + start * self.num_keys)
+            return self._replace(number=number, count=count, entry=self.entry + start)
+        query, key = self.query + start * self.num_queries, self.key + start * self.num_keys
+        return self._replace(number=number, count=count, query=query, key=key)
 
     def rows(self, tensor: torch.Tensor, heads: slice, start: int, stop: int) -> torch.Tensor:
         """Return some queries of (B, Hq, Nq, width), a view (sequences, heads, stop - start, width)."""
@@ -74,6 +77,8 @@ class Run(NamedTuple):
         return self._view(tensor, heads, self.key, self.num_keys, start, stop)
 
     def _view(self, tensor: torch.Tensor, heads: slice, first: int, length: int, start: int, stop: int) -> torch.Tensor:
+        if tensor.shape[:3] == (self.count, heads.stop - heads.start, stop - start):
+            return tensor
         if not self.is_packed or self.count == 1:
             return tensor[self.entry : self.entry + self.count, heads, first + start : first + stop]
         rows = tensor[self.entry, heads, first : first + self.count * length].unflatten(1, (self.count, length))

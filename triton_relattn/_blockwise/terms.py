@@ -11,7 +11,7 @@ from functools import cached_property
 
 import torch
 
-from .blocks import Block, Part
+from .blocks import Block, Part, select_rows
 from .runs import evenly
 from .tables import cast, skewed, visible
 
@@ -53,12 +53,13 @@ class Terms:
 
     def add_to(self, pairs: torch.Tensor, block: Block) -> None:
         """Add the terms to the pairs [S, H, M, N] of a block."""
-        if self.is_alike and not self.has_lines:
+        if not self.has_tables and not self.has_lines:
+            if self.attn_mask is not None and (mask := self._mask(block, slice(0, block.rows))) is not None:
+                pairs[:, :, : block.num_rows, : block.num_keys].add_(mask)
             return
         for rows in evenly(block.rows, LINES) if self.is_alike else block.bands():
             if (terms := self.of(block, rows)) is not None:
-                some = pairs[:, :, rows, : terms.shape[3]]
-                (some[:, :, : terms.shape[2]] if terms.shape[2] > 1 else some).add_(terms)
+                select_rows(pairs, rows).add_(terms)
 
     def hide(self, pairs: torch.Tensor, block: Block) -> None:
         """Set the logits of hidden pairs to -inf, whatever they are, and add a float mask, if the terms lack that."""
