@@ -82,7 +82,7 @@ def cut_blocks(patch: pytest.MonkeyPatch, queries: int, elements: int, few: int,
     patch.setattr(blocks, "MIN_ALIGNED", 0)
     patch.setattr(blocks, "takes_onednn", lambda dtype: step > 0 and products.has_linear())  # float64 has the same sizes
     if step:
-        patch.setattr(products, "STEP", step)
+        patch.setattr(products.OneDNN, "step", step)
 
 
 def forget_warnings() -> None:

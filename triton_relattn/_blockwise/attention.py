@@ -27,10 +27,12 @@ import torch
 from .._core.dropout import keep_mask, keep_scale
 from .._core.dtypes import compute_dtype, gradient_like, new_like
 from .._core.spec import DIFFERENTIABLE, TABLES, AttentionSpec, AttentionTensors
-from .blocks import Block, Call, Part, with_rows
+from .blocks import Block, Call, Part, select_rows
 from .products import has_fast_fused_attention
 from .tables import cast
 from .terms import Terms
+
+fused_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 def forward(
@@ -85,16 +87,13 @@ def can_fuse(call: Call) -> bool:
 
 def fused_block(block: Block, terms: Terms, out: torch.Tensor, lse: torch.Tensor | None) -> None:
     """Compute a block's rows of out and lse by torch's fused attention."""
-    bias, key_value = terms.of(block), block.part.fused_operands
-    query = with_rows(cast(block.view(block.call.tensors.query), block.call.product_dtype))
-    key, value = (block.seen(tensor) for tensor in key_value)
-    result, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, False, attn_mask=bias, scale=block.call.spec.scale
-    )
+    call, bias, query = block.call, terms.of(block), cast(block.query, block.call.product_dtype)
+    key, value, scale = block.seen(block.part.key), block.seen(block.part.value), call.spec.scale
+    result, log_sums = fused_attention(query, key, value, 0.0, False, attn_mask=bias, scale=scale)
     out.copy_(result)
     if lse is not None:
         lse.copy_(log_sums)
-    if bias is not None and block.may_hide_rows and (lse is not None or block.call.has_nan_queries):  # else out is 0 there
+    if bias is not None and block.may_hide_rows and (lse is not None or call.has_nan_queries):  # else out is 0 there
         hidden = bias.amax(-1) == -math.inf
         out.masked_fill_(hidden[..., None], 0)
         if lse is not None:
@@ -131,7 +130,7 @@ def probabilities(
     call, part = block.call, block.part
     out = block.scores("scores") if out is None else out
     # scale * Q K^T: [heads_per_key * M, D] @ [D, N]
-    scores = part.products.scaled(block.matrices(block.query), block.across(part.key), call.spec.scale, out)
+    scores = part.products.scaled(block.matrices(block.query), block.seen(part.key).mT, call.spec.scale, out)
     pairs = scores.view(block.shape)  # [S, H, M, N]
     terms.add_to(pairs, block)
     slope = None
@@ -324,14 +323,13 @@ def backward_block(
     dropped = probs if factors is None else probs * factors
     d_out_rows = block.vectors(d_out)  # [S, H, M, Dv]
     d_rows = block.matrices(d_out_rows)
-    if "value" in needs_grad:  # dV^T += dO^T P: [Dv, heads_per_key * M] @ [heads_per_key * M, N]
-        total = gradients.sum_of("value", block)
-        products.add(total.mT, cast(d_rows, dtype).mT, cast(dropped, dtype), beta=gradients.beta)
+    if "value" in needs_grad:  # dV += P^T dO: [N, heads_per_key * M] @ [heads_per_key * M, Dv]
+        products.add(gradients.sum_of("value", block), cast(dropped, dtype).mT, cast(d_rows, dtype), beta=gradients.beta)
     if "rel_value" in needs_grad:
         tables["rel_value"].add_products(products, dropped.view(block.shape), d_out_rows, None, part.heads, block.base)
     if not needs_grad <= {"value", "rel_value"}:
         # dP = dO V^T: [heads_per_key * M, Dv] @ [Dv, N]
-        d_scores = products.scaled(d_rows, block.across(part.value), 1.0, block.scores("band"))  # which is needed no more
+        d_scores = products.scaled(d_rows, block.seen(part.value).mT, 1.0, block.scores("band"))  # which is needed no more
         pairs = d_scores.view(block.shape)  # [S, H, M, N]
         if "rel_value" in tables:
             tables["rel_value"].add_terms(products, pairs, d_out_rows, part.heads, block.base)
@@ -343,9 +341,9 @@ def backward_block(
         if slope is not None:
             d_scores.mul_(slope)
         operand = cast(d_scores, dtype)
-        if "key" in needs_grad:  # dK^T += scale Q^T dS: [D, heads_per_key * M] @ [heads_per_key * M, N]
-            total = gradients.sum_of("key", block)
-            products.add(total.mT, cast(block.matrices(block.query), dtype).mT, operand, scale, gradients.beta)
+        if "key" in needs_grad:  # dK += scale dS^T Q: [N, heads_per_key * M] @ [heads_per_key * M, D]
+            query = cast(block.matrices(block.query), dtype)
+            products.add(gradients.sum_of("key", block), operand.mT, query, scale, gradients.beta)
         rows: dict[str, torch.Tensor] = {}
         views = {name: block.view(gradients.totals[name]) for name in ("query", "rel_query") if name in needs_grad}
         if "query" in needs_grad:  # dQ = scale dS K: [heads_per_key * M, N] @ [N, D]
@@ -363,11 +361,10 @@ def add_gradients(block: Block, gradients: Gradients, pairs: torch.Tensor, rows:
     part, tables, needs_grad, rel_scale = block.part, block.call.tables, gradients.needs_grad, block.call.spec.rel_scale
     total = rows.get("query" if block.call.tensors.rel_query is None else "rel_query")
     if "rel_key" in tables and (total is not None or "rel_key" in needs_grad):
-        vectors = block.rel_query if "rel_key" in needs_grad else None
         for some in block.bands():
-            own, part_of_total = (None if tensor is None else tensor[:, :, some] for tensor in (vectors, total))
-            base = block.base - some.start
-            tables["rel_key"].add_products(part.products, pairs[:, :, some], own, part_of_total, part.heads, base, rel_scale)
+            vectors = select_rows(block.rel_query, some) if "rel_key" in needs_grad else None
+            own, base = None if total is None else select_rows(total, some), block.base - some.start
+            tables["rel_key"].add_products(part.products, select_rows(pairs, some), vectors, own, part.heads, base, rel_scale)
     if "rel_bias" in needs_grad:
         tables["rel_bias"].add_products(part.products, pairs, None, None, part.heads, block.base)
     if "rel_p2c" in tables and needs_grad & {"key", "rel_p2c"}:

@@ -16,7 +16,7 @@ import torch
 from .._core.dtypes import compute_dtype
 from .._core.spec import TABLES, AttentionSpec, AttentionTensors
 from . import runs
-from .products import Memory, Products, product_dtype, takes_onednn, transposed
+from .products import LINE, Memory, OneDNN, Products, product_dtype, takes_onednn
 from .runs import Run, evenly, find_runs, threads_for, up
 from .tables import Table, cast
 
@@ -47,7 +47,7 @@ class Call:
         self.tables: dict[str, Table] = {}
         for name in TABLES if self.runs else ():
             if (table := getattr(tensors, name)) is not None:
-                self.tables[name] = Table(name, table, spec, self.runs, self.dtype)
+                self.tables[name] = Table(name, table, spec, self.runs, self.dtype, self.term_dtype, self.product_dtype)
 
     @cached_property
     def may_be_infinite(self) -> bool:
@@ -146,8 +146,9 @@ class Part:
         """rows: of a block, at most."""
         self.call, self.run, self.key_heads = call, run, key_heads
         self.heads = slice(key_heads.start * call.group, key_heads.stop * call.group)
-        is_small = call.tensors.query.numel() < MIN_ALIGNED
-        self.products = Products(by_onednn, call.memory, call.product_dtype, call.term_dtype, is_small)
+        # To pad the tables of a small call takes longer than it saves.
+        band_step = 1 if call.tensors.query.numel() < MIN_ALIGNED else LINE
+        self.products = OneDNN(call.memory, OneDNN.step) if by_onednn else Products(call.memory, band_step)
         self.sizes = run.count, self.heads.stop - self.heads.start
         self.num_matrices = run.count * (key_heads.stop - key_heads.start)
         self.is_fused, self.step = is_fused, 1 if is_fused else self.products.step
@@ -156,6 +157,14 @@ class Part:
             self.num_columns += self.step
         self.rows = up(-(-run.num_queries // -(-run.num_queries // rows)), self.step)
         self._panels: tuple[tuple[int, int], list[tuple[slice, torch.Tensor]]] | None = None
+        # The keys that some query sees, and their values: as fused attention reads them, (sequences, key heads, columns, width);
+        # or as matrices, (columns, width), or batches of them, with zeros after the last one.
+        key, value = self.columns(call.tensors.key), self.columns(call.tensors.value)
+        if is_fused:
+            self.key, self.value = with_rows(cast(key, call.product_dtype)), with_rows(cast(value, call.product_dtype))
+        else:
+            self.key, self.value = self._matrices(key), self._matrices(value)
+            self.key_operand, self.value_operand = cast(self.key, call.product_dtype), cast(self.value, call.product_dtype)
 
     def blocks(self) -> Iterator[Block]:
         """Yield blocks of about equally many queries."""
@@ -168,39 +177,14 @@ class Part:
                 stop = max(min(stop_row + run.offset + spec.window_right, stop), key)
             yield Block(self, row, stop_row - row, key, stop - key)
 
-    # Keys and values as matrices, (columns, width) or batches of them: those that some query sees, and zeros
-
-    @cached_property
-    def key(self) -> torch.Tensor:
-        return self._matrices(self.call.tensors.key)
-
-    @cached_property
-    def value(self) -> torch.Tensor:
-        return self._matrices(self.call.tensors.value)
-
-    @cached_property
-    def key_operand(self) -> torch.Tensor:
-        """The keys in the dtype of products."""
-        return cast(self.key, self.call.product_dtype)
-
-    @cached_property
-    def value_operand(self) -> torch.Tensor:
-        return cast(self.value, self.call.product_dtype)
-
-    @cached_property
-    def fused_operands(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values as fused attention reads them: (sequences, key heads, columns, width), with numbers side by side."""
-        key, value = (self.columns(tensor) for tensor in self.call.tensors[1:3])
-        return with_rows(cast(key, self.call.product_dtype)), with_rows(cast(value, self.call.product_dtype))
-
     @cached_property
     def keys_by_head(self) -> torch.Tensor:
         """The keys of each head of the query, (sequences, heads, columns, width): the rows of rel_p2c."""
-        keys = self.key.view(self.sizes[0], -1, self.num_columns, self.key.shape[-1])
+        keys = padded(cast(self.columns(self.call.tensors.key), self.call.dtype), self.num_columns)
         return keys if self.call.group == 1 else keys.repeat_interleave(self.call.group, 1)
 
     def _matrices(self, tensor: torch.Tensor) -> torch.Tensor:
-        columns = with_rows(padded(cast(self.columns(tensor), self.call.dtype), self.num_columns))
+        columns = with_rows(padded(cast(tensor, self.call.dtype), self.num_columns))
         return columns[0, 0] if self.num_matrices == 1 else columns.reshape(self.num_matrices, self.num_columns, tensor.shape[3])
 
     def columns(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -234,6 +218,9 @@ class Block:
         self.is_matrix = part.sizes == (1, 1)
         matrix = part.call.group * self.rows, self.columns
         self.matrix_shape = matrix if part.num_matrices == 1 else (part.num_matrices, *matrix)
+        tensors = part.call.tensors
+        self.query = self.vectors(tensors.query)
+        self.rel_query = self.query if tensors.rel_query is None else self.vectors(tensors.rel_query)  # meets rel_key
 
     @property
     def may_hide_rows(self) -> bool:
@@ -257,24 +244,10 @@ class Block:
         """Return rows as matrices, (heads_per_key * rows, width), or batches of them."""
         return rows[0, 0] if self.is_matrix else rows.view(*self.matrix_shape[:-1], rows.shape[3])
 
-    @cached_property
-    def query(self) -> torch.Tensor:
-        return self.vectors(self.call.tensors.query)
-
-    @cached_property
-    def rel_query(self) -> torch.Tensor:
-        """The vectors that meet rel_key."""
-        rel_query = self.call.tensors.rel_query
-        return self.query if rel_query is None else self.vectors(rel_query)
-
     def seen(self, matrices: torch.Tensor) -> torch.Tensor:
         """Return the block's columns of a part's, (..., columns, width)."""
         first = self.key - self.part.run.start
         return matrices if self.columns == matrices.shape[-2] else matrices.narrow(-2, first, self.columns)
-
-    def across(self, matrices: torch.Tensor) -> torch.Tensor:
-        """Return the same as the transposed operand of a product."""
-        return transposed(self.seen(matrices), self.matrix_shape[-2])
 
     def panels(self) -> list[tuple[slice, torch.Tensor]]:
         """Return parts of the columns and their keys, rows of bands of rel_p2c; large parts have many unneeded columns."""
@@ -286,9 +259,11 @@ class Block:
         return part._panels[1]
 
     def bands(self) -> list[slice]:
-        """Return the rows of bands: all but in large batches. With more rows bands have more columns that are not needed."""
-        is_large = self.part.num_matrices > 1 and self.call.tensors.query.numel() >= runs.SIZES.elements // 2
-        return evenly(self.rows, runs.SIZES.batch_rows if is_large else self.rows)
+        """Return the rows of bands: all of a head alone. With more rows bands have more columns that are not needed."""
+        if self.part.num_matrices == 1:
+            return [slice(0, self.rows)]
+        is_large = self.call.tensors.query.numel() >= runs.SIZES.elements // 2
+        return evenly(self.rows, runs.SIZES.batch_rows if is_large else 2 * runs.SIZES.batch_rows)
 
     def scores(self, name: str) -> torch.Tensor:
         """Return memory for scores as matrices."""

@@ -77,7 +77,7 @@ class GridCall:
         self.query, self.key, self.value = (matrices.flatten(0, 1) for matrices in tensors[:3])
         self.rel_h, self.rel_w = tensors.rel_h.to(self.dtype), tensors.rel_w.to(self.dtype)
         self.memory = Memory(tensors.query)
-        self.products = Products(False, self.memory, self.product_dtype, self.dtype)
+        self.products = Products(self.memory)
 
     def scores(self, name: str, block: Block) -> torch.Tensor:
         """Return memory of that name for the scores of a block, uninitialised."""

@@ -29,7 +29,6 @@ STEP = 64
 LINE = 16
 """Numbers in a line of the cache: torch.mm takes up to half as long again where rows of its result are not aligned to it."""
 VARIABLE = "TRITON_RELATTN_CPU_PRODUCT"
-MIN_COPIED = 1 << 12  # elements of a batch of right operands from which a copy may pay (transposed())
 FASTER = 1.3  # speedup over torch.mm from which oneDNN is chosen
 
 
@@ -79,6 +78,18 @@ class Memory:
         """Return memory of that name, uninitialised."""
         return self._view(name, shape, dtype)
 
+    def _view(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        buffer = self._buffers.get(name)
+        if buffer is not None and buffer.shape == shape and buffer.dtype == dtype:
+            return buffer
+        size = math.prod(shape)
+        if buffer is None or buffer.dtype != dtype or buffer.numel() < size:
+            del buffer
+            self._buffers.pop(name, None)  # before more is allocated
+            self._buffers[name] = self.like.new_empty(shape, dtype=dtype)
+            return self._buffers[name]
+        return buffer.view(-1)[:size].view(shape)
+
     def zeros(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, layout: object) -> torch.Tensor:
         """Return memory that is zero but for what was written to it since the last call of another layout."""
         buffer, layout = self._view(name, shape, dtype), (layout, shape, dtype)
@@ -92,77 +103,67 @@ class Memory:
         self._buffers.clear()
         self._layouts.clear()
 
-    def _view(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        buffer = self._buffers.get(name)
-        if buffer is not None and buffer.shape == shape and buffer.dtype == dtype:
-            return buffer
-        size = math.prod(shape)
-        if buffer is None or buffer.dtype != dtype or buffer.numel() < size:
-            del buffer
-            self._buffers.pop(name, None)  # before more is allocated
-            self._buffers[name] = self.like.new_empty(shape, dtype=dtype)
-            return self._buffers[name]
-        return buffer.view(-1)[:size].view(shape)
-
 
 class Products:
-    """Products of matrices, or of batches of them. step: sizes should be multiples of it, but for the width of a head; band_step:
-    and the columns of bands of this. dtype: of their operands; term_dtype: for terms of tables."""
+    """Products of matrices, (M, K) @ (K, N), or of batches of them, computed by torch.mm and torch.bmm.
 
-    def __init__(
-        self, by_onednn: bool, memory: Memory, dtype: torch.dtype, term_dtype: torch.dtype, is_small: bool = False
-    ) -> None:
-        """is_small: to copy tables for a multiple takes longer than it saves."""
-        self.by_onednn, self.memory, self.dtype, self.term_dtype = by_onednn, memory, dtype, term_dtype
-        self.step, self.band_step = (STEP, STEP) if by_onednn else (1, 1 if is_small else LINE)
+    step: a multiple of it should be the sizes of matrices, but for the width of a head; band_step: the columns of bands.
+    """
+
+    step = 1
+
+    def __init__(self, memory: Memory, band_step: int = LINE) -> None:
+        self.memory, self.band_step = memory, band_step
 
     def new_operand(self, rows: torch.Tensor, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
         """Return zeros for rows (H, R, width) as right operands (H, width, num_columns), in the order that is faster."""
-        heads, _, width = rows.shape
-        if self.by_onednn:
-            return rows.new_zeros(heads, num_columns, width, dtype=dtype).mT
-        return rows.new_zeros(heads, width, num_columns, dtype=dtype)
-
-    def uses_onednn(self, left: torch.Tensor) -> bool:
-        """Return whether oneDNN computes a product. Its result is new memory."""
-        return self.by_onednn and left.dim() == 2 and left.dtype == torch.float32
-
-    def __call__(self, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the product: out, or new memory."""
-        if self.uses_onednn(left):
-            return linear(left, right.t())
-        return torch.bmm(left, right, out=out) if left.dim() == 3 else torch.mm(left, right, out=out)
+        return rows.new_zeros(rows.shape[0], rows.shape[2], num_columns, dtype=dtype)
 
     def scaled(self, left: torch.Tensor, right: torch.Tensor, alpha: float, out: torch.Tensor) -> torch.Tensor:
         """Return alpha times the product: out, or new memory."""
-        if self.uses_onednn(left) and left.shape[1] > right.shape[1] and alpha not in (0, 1):
-            return self(left, right).mul_(alpha)  # the smaller one
-        if alpha == 1 or alpha == 0 or self.uses_onednn(left):
-            return self(left if alpha == 1 else left * alpha, right, out)
-        multiply = torch.baddbmm if left.dim() == 3 else torch.addmm
-        return multiply(out, left, right, beta=0, alpha=alpha, out=out)
+        is_batch = left.dim() == 3
+        if alpha == 1 or alpha == 0:
+            left = left if alpha == 1 else left * alpha  # NaN remains
+            return torch.bmm(left, right, out=out) if is_batch else torch.mm(left, right, out=out)
+        return (torch.baddbmm if is_batch else torch.addmm)(out, left, right, beta=0, alpha=alpha, out=out)
 
     def add(self, total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, alpha: float = 1.0, beta: int = 1) -> None:
         """Add alpha times the product to total; with beta = 0 write it there."""
-        if total.dtype != left.dtype or self.uses_onednn(left) or alpha == 0:
-            if beta:
-                total.add_(self(left, right), alpha=alpha)
-            else:
-                torch.mul(self(left, right), alpha, out=total)
-            return
-        if left.dim() == 2:
+        if total.dtype != left.dtype or alpha == 0:
+            self._add_new(total, left @ right, alpha, beta)
+        elif left.dim() == 2:
             total.addmm_(left, right, beta=beta, alpha=alpha)
         elif total.is_contiguous():
             total.baddbmm_(left, right, beta=beta, alpha=alpha)
         else:  # torch has batches of products for contiguous totals alone
             total.mT.baddbmm_(right.mT, left.mT, beta=beta, alpha=alpha)
 
+    @staticmethod
+    def _add_new(total: torch.Tensor, product: torch.Tensor, alpha: float, beta: int) -> None:
+        total.add_(product, alpha=alpha) if beta else torch.mul(product, alpha, out=total)
 
-def transposed(right: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return right^T as an operand of products with matrices of num_rows rows: a view, or a copy where products of batches with a
-    view take two to three times as long (on an Intel Xeon with AVX-512, where a copy takes half a product)."""
-    pays = right.dim() == 3 and right.numel() >= MIN_COPIED and 2 * num_rows >= right.shape[1]
-    return right.mT.contiguous() if pays else right.mT
+
+class OneDNN(Products):
+    """The same for one head at a time, its float32 products computed by oneDNN, whose results are new memory."""
+
+    step = STEP
+
+    def new_operand(self, rows: torch.Tensor, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
+        return rows.new_zeros(rows.shape[0], num_columns, rows.shape[2], dtype=dtype).mT
+
+    def scaled(self, left: torch.Tensor, right: torch.Tensor, alpha: float, out: torch.Tensor) -> torch.Tensor:
+        if left.dim() == 3 or left.dtype != torch.float32:
+            return super().scaled(left, right, alpha, out)
+        if alpha not in (0, 1) and left.shape[1] > right.shape[1]:
+            return linear(left, right.t()).mul_(alpha)  # the smaller one
+        return linear(left if alpha == 1 else left * alpha, right.t())
+
+    def add(self, total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, alpha: float = 1.0, beta: int = 1) -> None:
+        if left.dim() == 3 or left.dtype != torch.float32:
+            return super().add(total, left, right, alpha, beta)
+        if total.stride(1) != 1:  # sums of columns
+            total, left, right = total.t(), right.t(), left.t()
+        self._add_new(total, linear(left, right.t()), alpha, beta)
 
 
 def linear(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

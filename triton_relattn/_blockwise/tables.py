@@ -68,10 +68,12 @@ class Table:
     """A table of a call, (1 or Hq, R, width), a bias with width 1, and the sum of its gradient. Only rows that a pair needs are
     read: others may be NaN."""
 
-    def __init__(self, name: str, table: torch.Tensor, spec: AttentionSpec, runs: Sequence[Run], dtype: torch.dtype) -> None:
+    def __init__(self, name: str, table: torch.Tensor, spec: AttentionSpec, runs: Sequence[Run], *dtypes: torch.dtype) -> None:
+        """dtypes: of sums, of products for terms, and of products for gradients and values."""
         table = table[..., None] if name == "rel_bias" else table
         self.name, self.clamp, self.is_mirrored = name, spec.clamp, name == "rel_p2c"
-        self.rows = cast(table if table.dim() == 3 else table[None], dtype)
+        self.dtype, self.term_dtype, self.product_dtype = dtypes
+        self.rows = cast(table if table.dim() == 3 else table[None], self.dtype)
         self.first, ranges = spec.first, {visible(spec, run) for run in runs}
         if self.is_mirrored:
             self.rows, self.first, ranges = self.rows.flip(1), -spec.last, {(-high, -low) for low, high in ranges}
@@ -136,16 +138,8 @@ class Table:
         s, h, m = shape[:3]
         return product.view(s, h, m, -1) if product.dim() == 2 else product.view(h, s, m, -1).transpose(0, 1)
 
-    def new_band(self, products: Products, name: str, shape: tuple[int, ...], width: int) -> torch.Tensor:
-        """Return memory for the band of a block [S, H, M, ...], as products have it."""
-        return products.memory(name, self._band_sizes(products, shape, width), products.term_dtype)
-
-    def new_zero_band(self, products: Products, shape: tuple[int, ...], width: int, layout: object) -> torch.Tensor:
-        """Return the same, zero but for what was written to it in blocks of the same layout."""
-        sizes = self._band_sizes(products, shape, width)
-        return products.memory.zeros(f"pairs of {self.name}", sizes, products.dtype, layout)
-
-    def _band_sizes(self, products: Products, shape: tuple[int, ...], width: int) -> tuple[int, ...]:
+    def band_sizes(self, products: Products, shape: tuple[int, ...], width: int) -> tuple[int, ...]:
+        """Return the shape of memory for the band of a block [S, H, M, ...] that is a product of flat vectors."""
         (s, h, m), step = shape[:3], products.band_step
         width = up(width + step, step)  # products have a multiple of it, from any column on
         return (h, s * m, width) if self.per_head else (s * h * m, width)
@@ -158,11 +152,11 @@ class Table:
         shape = tuple(vectors.shape)
         width = shape[2] + num_columns - 1
         low, high, row = self.columns(base - shape[2] + 1, width)
-        band, count = self.new_band(products, name, shape, width), up(high - low, products.band_step)
+        band = products.memory(name, self.band_sizes(products, shape, width), self.term_dtype)
         if low < high:
-            rows = self.operand(heads, products, products.term_dtype).narrow(-1, row, count)
-            out = band.narrow(-1, low, count)
-            product = products.scaled(self.flat(cast(vectors, products.term_dtype)), rows, alpha, out)
+            count = up(high - low, products.band_step)
+            rows, out = self.operand(heads, products, self.term_dtype).narrow(-1, row, count), band.narrow(-1, low, count)
+            product = products.scaled(self.flat(cast(vectors, self.term_dtype)), rows, alpha, out)
             if product is not out:
                 if low == 0 and count >= width:
                     band = product
@@ -210,7 +204,8 @@ class Table:
             return
         shape, width = tuple(pairs.shape), m + stop - start - 1
         low, high, row = self.columns(base + start - m + 1, width)
-        band = self.new_zero_band(products, shape, width, (*shape[:3], stop - start))
+        sizes, layout = self.band_sizes(products, shape, width), (*shape[:3], stop - start)
+        band = products.memory.zeros(f"pairs of {self.name}", sizes, self.product_dtype, layout)
         count = up(high - low, products.band_step)
         logical = self.split(band, shape)
         skewed(logical, stop - start).copy_(pairs[..., start:stop])
@@ -224,10 +219,10 @@ class Table:
             sums = self.select_heads(self.sums(), heads)[:, 0].narrow(-1, row, count)
             sums += near.sum(-2)
         if total is not None:
-            self._add_rows(products, near, self.operand(heads, products, products.dtype).narrow(-1, row, count), total, alpha)
+            self._add_rows(products, near, self.operand(heads, products, self.product_dtype).narrow(-1, row, count), total, alpha)
         if vectors is not None:  # [W, S * H * M] @ [S * H * M, columns]
             sums = self.select_heads(self.sums(), heads).narrow(-1, row, count)
-            left = self.flat(cast(vectors, products.dtype))
+            left = self.flat(cast(vectors, self.product_dtype))
             products.add(sums if near.dim() == 3 else sums[0], left.mT, near, alpha)
         for column in folded:
             column.zero_()
@@ -239,7 +234,8 @@ class Table:
         elif near.dim() == 2 and total.shape[:2] == (1, 1):
             products.add(total[0, 0], near, rows.mT, alpha)
         else:
-            total.add_(self.split(products(near, rows.mT), tuple(total.shape)), alpha=alpha)
+            memory = products.memory("rows of tables", (*near.shape[:-1], total.shape[3]), near.dtype)
+            total.add_(self.split(products.scaled(near, rows.mT, alpha, memory), tuple(total.shape)))
 
     def sums(self) -> torch.Tensor:
         """Return what is added up for the gradient, transposed: (1 or Hq, width, R and a step)."""

@@ -22,7 +22,7 @@ class Terms:
     """The terms of a part's blocks."""
 
     def __init__(self, part: Part) -> None:
-        self.part, self.call, self.dtype = part, part.call, part.products.term_dtype
+        self.part, self.call, self.dtype = part, part.call, part.call.term_dtype
         self.attn_mask = None if part.call.spec.softcap is not None else part.call.tensors.attn_mask  # softcap does not limit it
         self.has_tables = bool({"rel_key", "rel_p2c"} & part.call.tables.keys())
         self.is_alike = not self.has_tables and self.attn_mask is None
@@ -114,11 +114,12 @@ class Terms:
         if rel_key is None:
             band = call.memory("band", (*part.sizes, num_rows, width), self.dtype)
             return band.copy_(self.positions[:, None].narrow(2, first - self.low, width))
-        vectors, base = block.rel_query[:, :, rows], block.base - rows.start
+        vectors, base = select_rows(block.rel_query, rows), block.base - rows.start
         band, _, _ = rel_key.band(part.products, "band", vectors, part.heads, base, block.columns, call.spec.rel_scale)
         if "rel_bias" in call.tables:
             band[..., :width].add_(self.positions[:, None].narrow(2, first - self.low, width))
-        self._with_window(band[..., :width], first)
+        if call.has_window:
+            self._with_window(band[..., :width], first)
         return band
 
     def _mask(self, block: Block, rows: slice) -> torch.Tensor | None:
