@@ -81,7 +81,7 @@ def cut_blocks(patch: pytest.MonkeyPatch, queries: int, elements: int, few: int,
     patch.setattr(runs, "SIZES", runs.Sizes(short, queries, 1, queries, few, elements, queries, elements))
     patch.setattr(blocks, "MIN_ALIGNED", 0)
     patch.setattr(blocks, "takes_onednn", lambda dtype: step > 0 and products.has_linear())  # float64 has the same sizes
-    if step:
+    if step not in (0, products.STEP):
         patch.setattr(products.OneDNN, "step", step)
 
 

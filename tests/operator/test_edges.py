@@ -28,9 +28,8 @@ FURTHER: dict[str, Any] = {"softcap": 5.0, "dropout_p": 0.3}
 
 
 def all_terms(way: Way, positions: RelativePositions, sizes: tuple[int, ...] = (QUERIES, KEYS), **others: Any) -> Inputs:
-    """Inputs with all tables and a rel_query; for blockwise in default blocks only with those terms that it computes at once."""
-    further = way != Way("blockwise")
-    terms: dict[str, Any] = {"rel_width": 4, "rel_value": further, "rel_bias": True, "rel_p2c": further}
+    """Inputs with all tables and a rel_query."""
+    terms: dict[str, Any] = {"rel_width": 4, "rel_value": True, "rel_bias": True, "rel_p2c": True}
     given = {"num_rows": positions.num_rows, "dtype": way.dtype, "seed": 4, **terms, **others}
     return make_inputs(BATCH, HEADS, sizes[0], sizes[1], way.width, **given)
 

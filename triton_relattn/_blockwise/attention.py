@@ -87,17 +87,18 @@ def can_fuse(call: Call) -> bool:
 
 def fused_block(block: Block, terms: Terms, out: torch.Tensor, lse: torch.Tensor | None) -> None:
     """Compute a block's rows of out and lse by torch's fused attention."""
-    call, bias, query = block.call, terms.of(block), cast(block.query, block.call.product_dtype)
-    key, value, scale = block.seen(block.part.key), block.seen(block.part.value), call.spec.scale
-    result, log_sums = fused_attention(query, key, value, 0.0, False, attn_mask=bias, scale=scale)
-    out.copy_(result)
-    if lse is not None:
-        lse.copy_(log_sums)
+    call, part, query = block.call, block.part, cast(block.query, block.call.product_dtype)
+    is_reversed = terms.is_by_position and terms.has_lines
+    bias, query = (terms.reversed(block), query.flip(2)) if is_reversed else (terms.of(block), query)
+    result, log_sums = fused_attention(
+        query, block.seen(part.key), block.seen(part.value), 0.0, False, attn_mask=bias, scale=call.spec.scale
+    )
     if bias is not None and block.may_hide_rows and (lse is not None or call.has_nan_queries):  # else out is 0 there
         hidden = bias.amax(-1) == -math.inf
-        out.masked_fill_(hidden[..., None], 0)
-        if lse is not None:
-            lse.masked_fill_(hidden, -math.inf)
+        result, log_sums = result.masked_fill_(hidden[..., None], 0), log_sums.masked_fill_(hidden, -math.inf)
+    out.copy_(result.flip(2) if is_reversed else result)
+    if lse is not None:
+        lse.copy_(log_sums.flip(2) if is_reversed else log_sums)
 
 
 def block_by_steps(

@@ -44,6 +44,8 @@ class Call:
         self.has_window = max(spec.window_left, spec.window_right) >= 0
         self.has_hidden = self.has_window or tensors.attn_mask is not None
         self.window = spec.window_left + spec.window_right if min(spec.window_left, spec.window_right) >= 0 else None
+        # Whether all pairs of a head at the same position have the same terms.
+        self.is_by_position = tensors.rel_key is None and tensors.rel_p2c is None and tensors.attn_mask is None
         self.tables: dict[str, Table] = {}
         for name in TABLES if self.runs else ():
             if (table := getattr(tensors, name)) is not None:
@@ -107,10 +109,12 @@ class Call:
         return rows, sizes.elements * threads // (rows * self._columns(rows, num_keys)), False
 
     def _fused_sizes(self, run: Run) -> tuple[int, int, bool]:
-        """Return the same for fused attention."""
+        """Return the same for fused attention. Terms by position take no memory."""
         sizes, num_keys = runs.SIZES, run.stop - run.start
         rows = min(sizes.fused_rows, num_keys // 8) if self.has_window else sizes.fused_rows
         rows = min(run.num_queries, self._limit_rows(rows))
+        if self.is_by_position:
+            return rows if self.has_window else run.num_queries, run.count * self.key_heads * self.group, False
         elements = sizes.fused_elements * threads_for(self.tensors, sizes.fused_elements)
         return rows, elements // (rows * (self._columns(rows, num_keys) + rows)), self._long_rows(run)[2]
 

@@ -112,7 +112,7 @@ class Table:
     def operand(self, heads: slice, products: Products, dtype: torch.dtype) -> torch.Tensor:
         """Return the rows of some heads as right operands, (width, R and a step) or, if each has its own, (H, width, ...). Rows
         that no pair needs are zero."""
-        kind = heads.start, heads.stop, dtype, products.band_step
+        kind = (heads.start, heads.stop) if self.per_head else None, dtype, products.band_step
         if kind not in self._operands:
             rows, least = cast(self.select_heads(self.rows, heads), dtype), int(self.clamp)  # an end row stands for others
             if products.band_step == 1:

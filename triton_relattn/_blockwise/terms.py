@@ -1,7 +1,8 @@
 """What is added to the products of queries and keys: the terms of tables, a float mask, and -inf for hidden pairs.
 
 The terms of a block are a view of a band (tables.py). Its columns are positions: what a window hides is a slice of it. If all
-rows have the same terms at the same position, as with a bias alone, the band is a few equal lines, of which blocks are views.
+rows have the same terms at the same position, as with a bias alone, one line is enough. In reverse order of its rows, a block of
+any size is a view of that line, which fused attention reads. Scores are in order: to them views of a few equal lines are added.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Terms:
         self.part, self.call, self.dtype = part, part.call, part.call.term_dtype
         self.attn_mask = None if part.call.spec.softcap is not None else part.call.tensors.attn_mask  # softcap does not limit it
         self.has_tables = bool({"rel_key", "rel_p2c"} & part.call.tables.keys())
-        self.is_alike = not self.has_tables and self.attn_mask is None
+        self.is_by_position = not self.has_tables and self.attn_mask is None
         self.has_lines = part.call.has_window or "rel_bias" in part.call.tables
         self.low = part.run.start - part.run.offset - part.run.num_queries - part.step + 1  # the first position of a band
         # NaN of a query that sees nothing must not remain, but is overwritten after fused attention.
@@ -33,11 +34,18 @@ class Terms:
         self.adds_hidden = is_safe and part.call.can_add_hidden
         self._lines: torch.Tensor | None = None
 
+    def reversed(self, block: Block) -> torch.Tensor:
+        """Return the terms of a block's rows in reverse order, if they depend on positions alone, [1, 1 or H, M, N]: row r and
+        column n of the view are element r + n of a line."""
+        heads, width = self.positions.shape
+        start = block.base - block.rows + 1 - self.low
+        return self.positions.as_strided((1, heads, block.rows, block.columns), (0, width, 1, 1), start)
+
     def of(self, block: Block, rows: slice | None = None) -> torch.Tensor | None:
         """Return the terms of some rows of a block, a view that broadcasts to the pairs [S, H, M, N]; None if there are none."""
         rows = slice(0, block.rows) if rows is None else rows
-        if self.is_alike:
-            return self._alike(block, rows) if self.has_lines else None
+        if self.is_by_position:
+            return self._by_position(block, rows) if self.has_lines else None
         mask = None if self.attn_mask is None else self._mask(block, rows)
         if not self.has_tables and not self.has_lines:
             return mask
@@ -57,7 +65,7 @@ class Terms:
             if self.attn_mask is not None and (mask := self._mask(block, slice(0, block.rows))) is not None:
                 pairs[:, :, : block.num_rows, : block.num_keys].add_(mask)
             return
-        for rows in evenly(block.rows, LINES) if self.is_alike else block.bands():
+        for rows in evenly(block.rows, LINES) if self.is_by_position else block.bands():
             if (terms := self.of(block, rows)) is not None:
                 select_rows(pairs, rows).add_(terms)
 
@@ -99,11 +107,10 @@ class Terms:
             band[..., max(high + 1 - first, 0) :] = hidden
         return band
 
-    def _alike(self, block: Block, rows: slice) -> torch.Tensor:
+    def _by_position(self, block: Block, rows: slice) -> torch.Tensor:
         """Return the terms of some rows of a block, a view of equal lines [1, 1 or H, rows, N]."""
         if self._lines is None:
-            height = self.part.rows if self.part.is_fused else LINES
-            self._lines = self.positions[None, :, None].expand(-1, -1, height, -1).contiguous()
+            self._lines = self.positions[None, :, None].expand(-1, -1, LINES, -1).contiguous()
         num_rows, start = rows.stop - rows.start, block.base - rows.stop + 1 - self.low
         return skewed(self._lines[:, :, :num_rows].narrow(3, start, num_rows + block.columns - 1), block.columns)
 
