@@ -23,6 +23,7 @@ from triton_relattn import RelativePositions
 from triton_relattn.testing import Inputs, assert_within_budget, error_budget, last_place, make_inputs
 
 TABLES: dict[str, Any] = {"rel_value": True, "rel_bias": True, "rel_p2c": True}
+BIAS: dict[str, Any] = {"rel_key": False, "rel_bias": True}
 PROCESSORS: dict[str, tuple[str, ...]] = {
     # torch's flags
     "plain": (),
@@ -143,6 +144,10 @@ SIZES: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
     "of_other_lengths": ((5, 2, 9, 40, 8), {"num_rows": 15, **TABLES}, {"key_lengths": torch.tensor([13, 1, 0, 40, 29])}),
     "one_shared_key": ((2, 8, 9, 13, 8), {"num_rows": 15, "key_heads": 1, **TABLES}, {"is_causal": True, "query_offset": 2}),
     "decoding": ((9, 4, 1, 33, 8), {"num_rows": 17, "rel_p2c": True}, {"query_offset": torch.arange(24, 33)}),
+    "a_bias": ((2, 4, 301, 260, 4), {"num_rows": 601, **BIAS, "key_heads": 2, "per_head": True}, {"query_offset": -7}),
+    "a_bias_of_all_heads": ((3, 2, 70, 150, 4), {"num_rows": 41, **BIAS}, {"key_lengths": torch.tensor([150, 0, 77])}),
+    "a_causal_bias": ((1, 2, 600, 600, 4), {"num_rows": 301, **BIAS, "per_head": True}, {"is_causal": True}),
+    "a_window_alone": ((2, 2, 500, 420, 4), {"num_rows": None}, {"window_size": (30, 4), "query_offset": torch.tensor([0, -90])}),
 }
 
 
@@ -151,7 +156,8 @@ def test_sizes(case: str) -> None:
     """Extreme shapes, with the default block sizes."""
     sizes, tables, arguments = SIZES[case]
     inputs = make_inputs(*sizes, **tables, dtype=torch.float64, seed=1)
-    arguments = {"query_offset": 0, **arguments, "rel_scale": 0.7, "enable_gqa": "key_heads" in tables}
+    rel_scale = None if inputs.rel_key is None else 0.7
+    arguments = {"query_offset": 0, **arguments, "rel_scale": rel_scale, "enable_gqa": "key_heads" in tables}
     expected = exact_results(inputs, **arguments)
     for name, result in compute_results("blockwise", inputs, **arguments).items():
         assert_same(name, result, expected[name])
