@@ -167,7 +167,10 @@ class OneDNN(Products):
 
 
 def linear(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return left right^T of float32 matrices, computed by oneDNN. The operator's name is private."""
+    """Return left right^T of float32 matrices, computed by oneDNN, in the operator's private name. With a right matrix that has
+    gaps between its rows, as the part of a band, it takes a thousand times as long."""
+    if not (right.is_contiguous() or right.t().is_contiguous()):
+        right = right.t().contiguous().t() if right.stride(0) == 1 else right.contiguous()
     result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], "")
     return result
 
