@@ -140,8 +140,7 @@ class Table:
 
     def band_sizes(self, products: Products, shape: tuple[int, ...], width: int) -> tuple[int, ...]:
         """Return the shape of memory for the band of a block [S, H, M, ...] that is a product of flat vectors."""
-        (s, h, m), step = shape[:3], products.band_step
-        width = up(width + step, step)  # products have a multiple of it, from any column on
+        (s, h, m), width = shape[:3], up(width, products.band_step)
         return (h, s * m, width) if self.per_head else (s * h * m, width)
 
     def band(
@@ -152,9 +151,9 @@ class Table:
         shape = tuple(vectors.shape)
         width = shape[2] + num_columns - 1
         low, high, row = self.columns(base - shape[2] + 1, width)
-        band = products.memory(name, self.band_sizes(products, shape, width), self.term_dtype)
+        count = up(high - low, products.band_step)
+        band = products.memory(name, self.band_sizes(products, shape, max(width, low + count)), self.term_dtype)
         if low < high:
-            count = up(high - low, products.band_step)
             rows, out = self.operand(heads, products, self.term_dtype).narrow(-1, row, count), band.narrow(-1, low, count)
             product = products.scaled(self.flat(cast(vectors, self.term_dtype)), rows, alpha, out)
             if product is not out:
@@ -204,9 +203,9 @@ class Table:
             return
         shape, width = tuple(pairs.shape), m + stop - start - 1
         low, high, row = self.columns(base + start - m + 1, width)
-        sizes, layout = self.band_sizes(products, shape, width), (*shape[:3], stop - start)
-        band = products.memory.zeros(f"pairs of {self.name}", sizes, self.product_dtype, layout)
         count = up(high - low, products.band_step)
+        sizes, layout = self.band_sizes(products, shape, max(width, low + count)), (*shape[:3], stop - start)
+        band = products.memory.zeros(f"pairs of {self.name}", sizes, self.product_dtype, layout)
         logical = self.split(band, shape)
         skewed(logical, stop - start).copy_(pairs[..., start:stop])
         folded = []
