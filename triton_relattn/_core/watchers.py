@@ -21,9 +21,10 @@ _keys, _num_function_modes = torch._C._dispatch_keys, torch._C._len_torch_functi
 
 
 def _state() -> tuple[int, int]:
-    """Return the keys that this thread adds to those of all tensors, and those that it takes away. Autocast, which a call sees to
-    itself, is among the second where it is off."""
-    return _included().raw_repr(), _excluded().raw_repr() | _AUTOCAST
+    """Return the keys that this thread adds to those of all tensors, and those that it takes away, without those that mean nothing
+    here: autocast, which a call sees to itself, is taken away where it is off, and names of dimensions are by the backward of
+    torch 2.11, within which a checkpoint calls again."""
+    return _included().raw_repr(), _excluded().raw_repr() | _MEANINGLESS
 
 
 def _state_in_inference_mode() -> tuple[int, int]:
@@ -32,7 +33,9 @@ def _state_in_inference_mode() -> tuple[int, int]:
 
 
 with ThreadPoolExecutor(1) as _fresh:  # of a thread in which nothing has begun; this one may be within an operator
-    _AUTOCAST = _fresh.submit(lambda: _excluded().raw_repr()).result()
+    _MEANINGLESS = _fresh.submit(lambda: _excluded().raw_repr()).result()
+    if (_named := torch._C._parse_dispatch_key("Named")) is not None:
+        _MEANINGLESS |= torch._C.DispatchKeySet(_named).raw_repr()
     _UNWATCHED = {_fresh.submit(state).result() for state in (_state, _state_in_inference_mode)}
 _plain_keys: dict[torch.device, frozenset[int]] = {}
 ALIGNMENT = 16  # bytes; kernels are compiled for whether an address is a multiple of it
