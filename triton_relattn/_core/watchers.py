@@ -22,7 +22,7 @@ _keys, _num_function_modes = torch._C._dispatch_keys, torch._C._len_torch_functi
 
 def _state() -> tuple[int, int]:
     """Return the keys that this thread adds to those of all tensors, and those that it takes away, but for those without meaning
-    here: a call sees to autocast itself, which is among the second where it is off, and the backward of torch 2.11, within which a
+    here: a call sees to autocast itself, which is among the second where it is off, and torch 2.11's backward, within which a
     checkpoint calls again, takes names of dimensions away."""
     return _included().raw_repr(), _excluded().raw_repr() | _MEANINGLESS
 
