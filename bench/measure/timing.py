@@ -213,14 +213,21 @@ def _start(step: Step, flush: torch.Tensor | None) -> tuple[Callable[[], float],
 def time_in_turn(prepared: Sequence[Timed], device: str, seconds: float, rounds: int, fewest: int = 3) -> None:
     """Rounds of all that can be timed, each in an order of its own, until the seconds are spent, but at least a few.
 
-    They have run before, to be checked; on a GPU a round more is left out, since its clocks rise with work.
+    They have run before, to be checked; on a GPU a round more is left out, since its clocks rise with work. What fails here, for
+    lack of memory beside the others, is out.
     """
     warm_up = 1 if device == "cuda" else 0
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda") if device == "cuda" else None
     order, shuffle, started = [timed for timed in prepared if timed.is_ok], random.Random(0).shuffle, time.monotonic()
     for number in range(-warm_up, rounds):
         shuffle(order)
-        readings = [(timed, _start(timed.step, flush)) for timed in order]
+        readings: list[tuple[Timed, tuple[Callable[[], float], float]]] = []
+        for timed in order:
+            attempt(lambda timed=timed: readings.append((timed, _start(timed.step, flush))), timed.found)  # type: ignore[misc]
+        for timed in order:
+            if not timed.is_ok:
+                timed.milliseconds.clear()
+        order = [timed for timed in order if timed.is_ok]
         if device == "cuda":
             torch.cuda.synchronize()
         if number >= 0:
