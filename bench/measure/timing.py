@@ -210,6 +210,13 @@ def _start(step: Step, flush: torch.Tensor | None) -> tuple[Callable[[], float],
     return lambda: start.elapsed_time(stop), 1e3 * (time.perf_counter() - started)
 
 
+Reading = tuple["Timed", tuple[Callable[[], float], float]]
+
+
+def _read(timed: Timed, flush: torch.Tensor | None, readings: list[Reading]) -> None:
+    readings.append((timed, _start(timed.step, flush)))
+
+
 def time_in_turn(prepared: Sequence[Timed], device: str, seconds: float, rounds: int, fewest: int = 3) -> None:
     """Rounds of all that can be timed, each in an order of its own, until the seconds are spent, but at least a few.
 
@@ -221,9 +228,9 @@ def time_in_turn(prepared: Sequence[Timed], device: str, seconds: float, rounds:
     order, shuffle, started = [timed for timed in prepared if timed.is_ok], random.Random(0).shuffle, time.monotonic()
     for number in range(-warm_up, rounds):
         shuffle(order)
-        readings: list[tuple[Timed, tuple[Callable[[], float], float]]] = []
+        readings: list[Reading] = []
         for timed in order:
-            attempt(lambda timed=timed: readings.append((timed, _start(timed.step, flush))), timed.found)  # type: ignore[misc]
+            attempt(partial(_read, timed, flush, readings), timed.found)
         for timed in order:
             if not timed.is_ok:
                 timed.milliseconds.clear()
