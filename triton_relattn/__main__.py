@@ -119,6 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     verb.add_argument(
         "--lengths", type=bounded(int, 1), nargs="+", default=[4096], help="positions to count memory for (%(default)s)"
     )
+    verb.add_argument("--by-structure", action="store_true", help="also what is known by its structure alone")
     verb = verbs.add_parser("measure", help="measure time, memory and output of a model before and after enable")
     verb.add_argument("--model", required=True, **a_model)
     unit = "tokens, feature frames or samples"
@@ -153,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # the report says what was left, and why
-                print(enable(build(options.model), lengths=options.lengths))
+                print(enable(build(options.model), by_structure=options.by_structure, lengths=options.lengths))
         except (TypeError, ValueError, RuntimeError) as error:
             raise SystemExit(str(error)) from error
         return 0

@@ -98,7 +98,7 @@ def generate_the_same(name: str, how: str) -> None:
 def test_calls_with_a_cache_are_compared(name: str, is_trained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them, with a graph and without; of a cache no more is copied than the layer's own part."""
     model = writer(name)
-    report = enable(model)
+    report = enable(model, check_calls=True)
     copies: list[str] = []
     deepcopy = copy.deepcopy
 

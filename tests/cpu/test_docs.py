@@ -105,7 +105,7 @@ def test_width_of_lines(page: Path) -> None:
 
 
 MODULES = ("functional", "grids", "positions", "tables", "merging", "testing", "nn.table", "nn.attention", "integrations.enable")
-OF_TRANSFORMERS = ("integrations.transformers.families", "integrations.transformers")
+OF_TRANSFORMERS = ("integrations.transformers.families",)
 
 
 @pytest.mark.parametrize("name", (*MODULES, *OF_TRANSFORMERS))

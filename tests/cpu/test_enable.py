@@ -35,8 +35,9 @@ from tests.cpu.models import (
     runs_the_operator,
     subject,
 )
+from tests.cpu.stock import enable
 from tests.cpu.whole_models import vision_encoder
-from triton_relattn import disable, enable
+from triton_relattn import disable
 from triton_relattn.integrations import in_place, libraries, transformers
 
 # Parts that are plain modules, an encoder that asks for masks, one with a forward of its own, two stacks, a class of no library.
@@ -178,7 +179,7 @@ def test_modules_that_differ_are_stock_again(name: str, monkeypatch: pytest.Monk
     """Only the module that differs becomes stock again; the results are the stock model's, also if the model is then compiled."""
     model, given = subject(name)
     expected = output(model, given)
-    report = enable(model)
+    report = enable(model, check_calls=True)
     attention = model.get_submodule(next(path for path, kind in report.items() if "Attention" in kind))
     scaling = "inv_norm_factor" if name == "bloom" else "scaling"
     ours = type(attention)._triton_relattn

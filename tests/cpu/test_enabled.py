@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,9 @@ pytest.importorskip("transformers")
 
 from tests.cpu import stock
 from tests.cpu.models import PADDED, arguments, build, counted, counting, output, real, results, runs_the_operator, subject
+from tests.cpu.stock import enable
 from tests.cpu.whole_models import WHOLE_MODELS, images, vision_encoder, without_vision
-from triton_relattn import disable, enable
+from triton_relattn import disable
 from triton_relattn.integrations import in_place
 
 
@@ -192,15 +192,20 @@ def test_tables_that_are_offloaded(name: str) -> None:
     tables = [part for path, part in model.named_modules() if path.endswith(("relative_attention_bias", "rel_attn_embed"))]
     assert tables
 
-    def load(module: Any, _: Any, weight: nn.Parameter) -> None:
-        module.weight = weight
+    def offload(table: Any) -> None:
+        forward, weight = table.forward, table.weight
 
-    def offload(module: Any, *_: Any) -> None:
-        module.weight = nn.Parameter(module.weight.detach().to("meta"))
+        def loaded(*args: Any) -> torch.Tensor:
+            table.weight = weight
+            try:
+                result: torch.Tensor = forward(*args)
+                return result
+            finally:
+                table.weight = nn.Parameter(weight.detach().to("meta"))
+
+        table.forward, table.weight = loaded, nn.Parameter(weight.detach().to("meta"))
 
     for table in tables:
-        table.register_forward_pre_hook(functools.partial(load, weight=table.weight))
-        table.register_forward_hook(offload)
         offload(table)
     assert torch.equal(output(model, given), expected)
 

@@ -24,12 +24,14 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+import triton_relattn
 from tests.conftest import forget_warnings
 from tests.cpu import stock
 from tests.cpu.models import LENGTH, Sizes, arguments, assert_as_stock, build, counted, output, real
-from tests.cpu.stock import Altered, ShawAttention, StepByStep
+from tests.cpu.stock import Altered, ShawAttention, StepByStep, enable
 from tests.tolerance import assert_at_most, assert_near
-from triton_relattn import disable, enable
+from triton_relattn import disable
+from triton_relattn.integrations import calls
 
 LONG = (4, 257, 32)
 """With two heads it has 2**19 scores, enough for the operator."""
@@ -333,10 +335,6 @@ def test_a_registry_of_classes() -> None:
     assert enable(InRegistry()) and REGISTRY["InRegistry"] is InRegistry
 
 
-def replica(model: Any) -> Any:
-    return model._replicate_for_data_parallel()
-
-
 def loaded(model: Any) -> Any:
     model.load_state_dict({name: value + 0.5 for name, value in model.state_dict().items()})
     return model.train().eval()
@@ -353,9 +351,9 @@ def profiled(model: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("change", [replica, loaded, adapted, profiled, copy.deepcopy])
+@pytest.mark.parametrize("change", [loaded, adapted, profiled, copy.deepcopy])
 def test_changes_that_change_nothing(change: Callable[[Any], Any]) -> None:
-    """Attributes left on a module by profilers, DataParallel, checkpoints and adapters: ours still runs, without a warning."""
+    """Attributes left on a module by profilers, checkpoints and adapters: ours still runs, without a warning."""
     module, x = ShawAttention().eval(), torch.randn(*LONG)
     enable(module)
     assert module(torch.randn(0, 20, 32)).shape == (0, 20, 32)
@@ -370,16 +368,29 @@ def test_changes_that_change_nothing(change: Callable[[Any], Any]) -> None:
     assert_near("out", out, output(plain, {"x": x}))
 
 
-def test_the_report_counts_calls() -> None:
+@pytest.mark.parametrize("check_calls", [None, False])
+def test_a_replica_of_dataparallel_is_not_compared(check_calls: bool | None) -> None:
+    """Its calls are the stock forward's, which a warning says, or ours on the caller's word."""
+    module, x = ShawAttention().eval(), torch.randn(*LONG)
+    enable(module, check_calls=check_calls)
+    forget_warnings()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert_as_stock(module._replicate_for_data_parallel(), x, is_ours=check_calls is False)
+    assert bool([warning for warning in caught if "replica" in str(warning.message)]) == (check_calls is None)
+
+
+def test_the_report_counts_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """The report counts compared calls, and other calls by reason; it can be saved to a file."""
     module, x = ShawAttention().eval(), torch.randn(*LONG)
     report = enable(module)
     output(module, {"x": x})
-    hook = module.wq.register_forward_hook(lambda *_: None)
-    output(module, {"x": x})  # the second call
-    hook.remove()
-    assert report.calls().compared == 1 and dict(report.calls().not_compared) == {"its parts have hooks": 1}
-    assert "calls compared with the stock forward: 1" in str(report) and "not compared: 1, its parts have hooks" in str(report)
+    with monkeypatch.context() as patch:
+        patch.setattr(calls, "MOST_BYTES", 0)
+        output(module, {"x": x})  # the second call
+    reason = "the stock forward of a sequence needs more than 0 MiB"
+    assert report.calls().compared == 1 and dict(report.calls().not_compared) == {reason: 1}
+    assert "calls compared with the stock forward: 1" in str(report) and f"not compared: 1, {reason}" in str(report)
     again = pickle.loads(pickle.dumps(report))
     assert dict(again) == dict(report) and again.calls() == report.calls()
     other = ShawAttention().eval()
@@ -427,7 +438,7 @@ def test_a_fault_in_any_row(name: str, padding: str, monkeypatch: pytest.MonkeyP
     given = arguments(name, model, [LENGTH, LENGTH if padding == "none" else 20])
     if padding == "left":
         given["attention_mask"] = given["attention_mask"].flip(1)
-    report = enable(model)
+    report = enable(model, check_calls=True)
     output(model, given)
     assert report.calls().compared > 0 and not report.calls().differing
     classes = {type(part) for part in model.modules()}
@@ -452,7 +463,7 @@ def test_stock_forwards_that_cast_to_float32(name: str) -> None:
     """In float64 the stock forward has float32's rounding error; ours does not, and is not taken for a different computation."""
     model = build(name).double()
     given = arguments(name, model, [20, 13])
-    report = enable(model)
+    report = enable(model, check_calls=True)
     with torch.no_grad():
         model(**given)
     assert report.calls().compared > 0 and not report.calls().differing
@@ -539,3 +550,166 @@ def test_a_mask_that_is_trained(name: str) -> None:
         out = model(**given, attention_mask=mask)[0]
         gradients.append(torch.autograd.grad(out.square().sum(), mask)[0])
     assert_near("gradient", *gradients)
+
+
+# What the word by_structure means, and what calls are compared.
+
+
+def test_look_alikes_are_listed_and_served_when_asked() -> None:
+    """Alone they are refused with the word to add; beside a library's class they stay stock, and a warning lists them."""
+    alone = nn.ModuleList([ShawAttention(), stock.GridAttention()])
+    with pytest.raises(RuntimeError, match="by_structure=True serves it") as refused:
+        triton_relattn.enable(alone)
+    assert "Shaw et al." in str(refused.value) and "grid" in str(refused.value) and disable(alone) == {}
+    both = nn.ModuleDict({"known": build("t5"), "look_alike": ShawAttention()})
+    with pytest.warns(UserWarning, match="by_structure=True"):
+        report = triton_relattn.enable(both)
+    assert report and set(report.left) == {"look_alike"} and type(both["look_alike"]) is ShawAttention
+    assert dict(triton_relattn.enable(both, by_structure=True)) == {"look_alike": "ShawAttention"}
+
+
+@pytest.mark.parametrize("check_calls", [None, True, False])
+def test_calls_of_library_classes_are_compared_if_asked(check_calls: bool | None) -> None:
+    model = build("t5")
+    report = triton_relattn.enable(model, check_calls=check_calls)
+    output(model, arguments("t5", model, [LENGTH, 20]))
+    assert bool(report.calls().compared) == bool(check_calls)
+
+
+def with_visible_weights() -> Any:
+    """A child gets the attention weights, as nn.Softmax does in lucidrains' code."""
+    module: Any = StepByStep(weights=lambda module, weights: module.attend(weights))
+    module.attend = nn.Identity()
+    return module.eval()
+
+
+@pytest.mark.parametrize("kind", ["forward", "pre", "global", "global pre"])
+def test_calls_with_hooks_are_the_stock_forwards(kind: str) -> None:
+    """A hook that reads the attention weights sees all of them, one that changes them counts, and one warning says whose calls
+    these are."""
+    module, seen, x = with_visible_weights(), list[Any](), torch.randn(*LONG)
+    enable(module)
+    assert_as_stock(module, x, is_ours=True)
+
+    def hook(part: nn.Module, *given: Any) -> None:
+        if part is module.attend:
+            seen.append(given)
+
+    register: dict[str, Callable[..., Any]] = {
+        "forward": module.attend.register_forward_hook,
+        "pre": module.attend.register_forward_pre_hook,
+        "global": nn.modules.module.register_module_forward_hook,
+        "global pre": nn.modules.module.register_module_forward_pre_hook,
+    }
+    forget_warnings()
+    handle = register[kind](hook)
+    try:
+        with Sizes() as sizes, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                module(x)
+    finally:
+        handle.remove()
+    assert len(seen) == 3 and not sizes.ours
+    assert len([warning for warning in caught if "has hooks" in str(warning.message)]) == 1
+    assert_as_stock(module, x, is_ours=True)
+
+
+LOSSES: list[float] = []
+
+
+class Config:
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+
+class Keeping(ShawAttention):
+    """Keeps something of each call for others."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.losses, self.config = where, list[float](), Config()
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        out = super().forward(x, mask)
+        if self.where == "attribute":
+            self.attention_map = out.detach()
+        else:
+            lists = {"own list": self.losses, "global list": LOSSES, "list of an object": self.config.losses}
+            lists[self.where].append(float(out.detach().mean()))
+        return out
+
+
+@pytest.mark.parametrize("where", ["attribute", "own list", "global list", "list of an object"])
+def test_a_forward_that_keeps_something_is_refused(where: str) -> None:
+    """Who reads it would get what was kept before enable."""
+    module = Keeping(where)
+    with pytest.raises(RuntimeError, match="its forward changes"):
+        enable(module)
+    assert module.losses == [] and "attention_map" not in vars(module)
+
+
+def test_a_forward_that_is_unlike_itself_is_not_compared() -> None:
+    """Noise that begins later makes the stock forward's own error as large as its output: nothing would differ by more."""
+
+    def noisy(module: Any, out: torch.Tensor, *_: Any) -> torch.Tensor:
+        return out + 2 * torch.randn_like(out) if getattr(module, "noise", False) else out
+
+    module: Any = Altered(noisy).eval()
+    enable(module)
+    module.noise = True
+    with pytest.warns(UserWarning, match="the stock forward cannot be compared"):
+        module(torch.randn(*LONG))
+    assert type(module) is Altered
+
+
+@pytest.mark.parametrize("is_compared", [False, True])
+def test_a_graph_of_a_look_alike_is_ours_after_a_compared_call(is_compared: bool) -> None:
+    module, x = ShawAttention().eval(), torch.randn(*LONG)
+    enable(module)
+    if is_compared:
+        module(x)
+    torch._dynamo.reset()
+    operators: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        operators.extend(str(node.target) for node in graph.graph.nodes if "triton_relattn" in str(node.target))
+        return graph
+
+    found = torch.compile(module, backend=backend, fullgraph=True)(x)
+    assert bool(operators) == is_compared
+    assert_at_most("out", (found - ShawAttention.forward(module, x)).abs().max(), 1e-5)
+
+
+@pytest.mark.parametrize("limit", [(4, 257), (4, 1030), (40, 257)], ids=["length", "four times the length", "batch"])
+def test_each_size_is_compared_anew(limit: tuple[int, int]) -> None:
+    """A rule that begins at a length, or a batch, beyond those of earlier calls is noticed in the first call with it."""
+
+    def beyond(_: Any, out: torch.Tensor, x: torch.Tensor, *__: Any) -> torch.Tensor:
+        return 1.1 * out if x.shape[:2] == limit else out
+
+    module = Altered(beyond).eval()
+    enable(module)
+    for shape in ((8, 200), (2, 400), (3, 515)):
+        assert_as_stock(module, torch.randn(*shape, 32), is_ours=True)
+    assert_noticed(module, torch.randn(*limit, 32))
+
+
+def test_large_calls_are_compared_in_part_or_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a batch one sequence is compared. If that is too large as well, calls are the stock forward's, which is said once."""
+    module: Any = ShawAttention().eval()
+    x, long = torch.randn(8, 257, 32), torch.randn(1, 1030, 32)
+    monkeypatch.setattr(calls, "MOST_BYTES", calls.SCORES * 8 * 2 * 300**2)
+    report = enable(module)
+    assert_as_stock(module, x, is_ours=True)
+    assert report.calls().compared == 1
+    forget_warnings()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            assert_as_stock(module, long, is_ours=False)
+    assert [str(warning.message) for warning in caught if "check_calls=False" in str(warning.message)]
+    assert len(caught) == 1 and sum(report.calls().not_compared.values()) == 2
+    disable(module)
+    enable(module, check_calls=False)
+    assert_as_stock(module, long, is_ours=True)

@@ -15,8 +15,7 @@ from torch import nn
 
 from tests import survey
 from tests.cpu import stock
-from tests.cpu.stock import Altered, ShawAttention, StepByStep, refusal
-from triton_relattn import enable
+from tests.cpu.stock import Altered, ShawAttention, StepByStep, enable, refusal
 
 
 def dropping_by_itself() -> nn.Module:
@@ -86,7 +85,7 @@ def noisy(module: Any, out: Any, *_: Any) -> Any:
     return out + torch.randn_like(out) if module.training else out
 
 
-DIFFERS, STATEFUL = "it computes something else, or takes other arguments.", "on which what it computes next may depend"
+DIFFERS, STATEFUL = "it computes something else, or takes other arguments.", "its forward changes "
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "vits, wrong sign": (lambda: stock.SpeechBlock(sign=-1.0), DIFFERS),
     "espnet, legacy shift": (lambda: stock.ConformerAttention(legacy=True), DIFFERS),

@@ -16,10 +16,10 @@ from torch import nn
 
 from tests.cpu import stock
 from tests.cpu.models import Sizes, assert_as_stock, assert_same, computed, operators_dropout
-from tests.cpu.stock import Altered, ShawAttention
+from tests.cpu.stock import Altered, ShawAttention, enable
 from tests.tolerance import assert_near
 from triton_relattn import __main__ as command
-from triton_relattn import disable, enable
+from triton_relattn import disable
 
 LENGTH, WIDTH = 128, 32
 GRID = (19, 20)
@@ -350,7 +350,7 @@ def test_compiled(name: str) -> None:
 
 
 def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["enable", "--model", "tests.cpu.stock:SpeechBlock", "--lengths", "512"]) == 0
+    assert command.main(["enable", "--model", "tests.cpu.stock:SpeechBlock", "--by-structure", "--lengths", "512"]) == 0
     assert "VITS" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="no relative attention"):
         command.main(["enable", "--model", "torch.nn:Identity"])

@@ -131,6 +131,11 @@ def cosyvoice_arguments(length: int, lengths: list[int]) -> dict[str, Any]:
     return {"xs": torch.randn(len(lengths), length, MEL), "xs_lens": torch.tensor(lengths)}
 
 
+class Casting(nn.Linear):
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return super().forward(given.to(self.weight.dtype))
+
+
 def x_transformers(causal: bool = False, **settings: Any) -> nn.Module:
     stock = importlib.import_module("x_transformers")
     kind = stock.Decoder if causal else stock.Encoder
@@ -139,7 +144,7 @@ def x_transformers(causal: bool = False, **settings: Any) -> nn.Module:
         if type(module).__name__ == "Attend":
             getattr(module.attn_fn, "keywords", {}).pop("dtype", None)  # a softmax in float32
     if hasattr(layers.rel_pos, "mlp"):  # whose distances are float32
-        layers.rel_pos.mlp[0].register_forward_pre_hook(lambda module, given: (given[0].to(module[0].weight.dtype),))
+        layers.rel_pos.mlp[0][0].__class__ = Casting
     return layers  # type: ignore[no-any-return]
 
 

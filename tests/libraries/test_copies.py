@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from tests.cpu.models import Sizes, assert_same, computed, varied
-from tests.cpu.stock import refusal
+from tests.cpu.stock import enable, refusal
 from tests.libraries.copies import COPIES, Copy, chatterbox, funasr, load_class, states, timm
 from tests.libraries.standins import is_installed
 from tests.tolerance import assert_near
-from triton_relattn import disable, enable
+from triton_relattn import disable
 
 DOCS = Path(__file__).parents[2] / "docs" / "enable.md"
 all_copies = pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 Compared are the first call of each kind, the second, the fourth, the eighth, and the first ones after an attribute or a buffer of
 the module was changed, on copies, without gradients and without dropout of attention weights. If they differ the module gets its
-stock class back for good, and that call is the stock forward's.
+stock class back for good, and that call is the stock forward's. A module that is known by its structure alone gets ours for no
+kind of call that was not compared.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 CALLS = "_triton_relattn_calls"
 """The attribute of an enabled module that has its :class:`Calls`."""
-MOST_BYTES = 1 << 28
+MOST_BYTES = 1 << 30
 """Memory of a stock forward up to which it runs beside ours."""
 SCORES = 6
 """How many tensors of the size of its scores a stock forward holds at a time, about."""
@@ -34,6 +35,8 @@ FACTOR = 3.0
 """How many times as far from the exact result as the stock forward's ours may be."""
 SMALLEST = {torch.float64: 2.0**-30, torch.float32: 2.0**-16, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-8}
 """Differences that pass in any case, as a share of the largest number: the stock result may be exact by chance."""
+LARGEST = {torch.bfloat16: 2.0**-2, torch.float16: 2.0**-4}
+"""Differences that do not pass in any case; 2**-6 for float32 and float64."""
 
 
 @dataclass
@@ -49,11 +52,17 @@ class Compared:
 
 
 class Calls:
-    """How many calls of each kind a module has had, and whether the next one is compared; compared: of all that were enabled."""
+    """How many calls of each kind a module has had, and which kinds ours computes; compared: of all modules of a model."""
 
-    def __init__(self, is_checked: bool = True, name: str = "", compared: Compared | None = None) -> None:
+    def __init__(
+        self, is_checked: bool = True, by_structure: bool = True, name: str = "", compared: Compared | None = None
+    ) -> None:
+        """is_checked: whether calls are compared; by_structure: whether the module is known by its structure alone."""
         self.is_checked, self.name, self.compared = is_checked, name, compared or Compared()
+        self.needs_comparison = is_checked and by_structure
         self.counts: dict[Any, int] = {}
+        self.judged: dict[Any, str] = {}  # by kind: why no call could be compared; nothing if ours computes the same
+        self.is_compared = False  # whether there is such a kind
         self.versions: list[tuple[int, int]] | None = None  # of the buffers
         self.changes = self.running = 0
         self.encoders: list[Any] = []  # references to the modules that pass masks on to this one
@@ -61,10 +70,15 @@ class Calls:
     def changed(self) -> None:
         """Compare the next calls, whatever their kinds: an attribute of the module was set, not by its own forward."""
         if not self.running:
-            self.counts.clear()
+            self.forget()
+
+    def forget(self) -> None:
+        self.counts.clear()
+        self.judged.clear()
+        self.is_compared = False
 
     def __reduce__(self) -> Any:
-        return Calls, (self.is_checked,)
+        return Calls, (self.is_checked, self.needs_comparison)
 
     def is_due(self, kind: Any, module: nn.Module) -> bool:
         """Count a call of a kind, and return whether it is to be compared."""
@@ -73,7 +87,7 @@ class Calls:
             self.changes += self.versions is not None
             self.versions = versions
             if self.changes and _is_power_of_two(self.changes):
-                self.counts.clear()
+                self.forget()
         number = self.counts[kind] = self.counts.get(kind, 0) + 1
         return _is_power_of_two(number)
 
@@ -97,51 +111,70 @@ def is_graph() -> bool:
     return bool(torch.jit.is_tracing() or torch.onnx.is_in_onnx_export())
 
 
-def compare_call(replacement: Replacement, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pairs: int) -> str:
-    """Compare a call with so many pairs, if it is due; return how ours differs from the stock forward, nothing if it does not."""
+class Verdict(NamedTuple):
+    """Who computes a call: ours, unless there is a text: how ours differs, or why a call that has to be compared was not."""
+
+    text: str = ""
+    differs: bool = False
+
+
+def judge(replacement: Replacement, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pairs: int) -> Verdict:
+    """Compare a call with so many pairs, if it is due, and return who computes it."""
     calls = record(module)
-    if not calls.is_checked or not calls.is_due(_call_key(module, args, kwargs), module):
-        return ""
-    difference, reason = "", _why_not(module, args, kwargs, pairs)
-    if not reason:
-        try:
-            difference = _difference(replacement, module, args, kwargs)
-        except Exception as error:  # of the stock forward, or of ours, which will raise it in the call itself
-            reason = f"{type(error).__name__}: {first_line(error)}"
-    if reason:
-        calls.compared.not_compared[reason] += 1
-    else:
-        calls.compared.compared += 1
-    if difference:
-        calls.compared.differing[calls.name] = difference
-    return difference
+    if not calls.is_checked:
+        return Verdict()
+    kind, arguments = _kind(module, args, kwargs), replacement.bind(args, kwargs)
+    if calls.is_due(kind, module):
+        if _is_large(module, arguments, pairs) and (part := replacement.ours.one_sequence(arguments, pairs)) is not None:
+            arguments, pairs = part
+        difference, reason = "", _why_not(module, arguments, pairs)
+        if not reason:
+            try:
+                difference = _difference(replacement, module, arguments)
+            except Exception as error:  # of the stock forward, or of ours, which will raise it in the call itself
+                reason = f"{type(error).__name__}: {first_line(error)}"
+        if reason:
+            calls.compared.not_compared[reason] += 1
+            calls.judged.setdefault(kind, f"it was not compared: {reason}. With check_calls=False enable does without")
+        else:
+            calls.compared.compared += 1
+            calls.judged[kind], calls.is_compared = "", not difference
+        if difference:
+            calls.compared.differing[calls.name] = difference
+            return Verdict(difference, differs=True)
+    # Of a kind whose first call another thread compares nothing is known.
+    return Verdict(calls.judged.get(kind, "it was not compared") if calls.needs_comparison else "")
 
 
-def _call_key(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what tells calls apart: of arguments the types, dtypes, dimensions and magnitudes, and the modes of torch."""
-    modes = module.training, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+def _kind(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what tells calls apart: the modes of torch, and of arguments the types, dtypes and magnitudes of all sizes."""
+    autocast = (torch.get_autocast_dtype(name) if torch.is_autocast_enabled(name) else None for name in ("cpu", "cuda"))
+    modes = module.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
     return modes, *map(_key, args), *((name, _key(value)) for name, value in kwargs.items())
 
 
 def _key(value: Any) -> Any:
     value = value.small if isinstance(value, Compact) else value
     if isinstance(value, torch.Tensor):
-        return value.dtype, value.dim(), value.numel().bit_length()
+        return value.dtype, *(size.bit_length() for size in value.shape)
     return value if value is None or isinstance(value, bool) else type(value)
 
 
-def _why_not(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pairs: int) -> str:
-    """Return why a call is not compared; nothing if it is."""
-    given = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and not has_dense(value))
-    tensors = [*given, *module.parameters()]
-    cached = [tensor for value in (*args, *kwargs.values()) for tensor in cached_tensors(value, _layer(module, kwargs))]
+def _is_large(module: Any, arguments: dict[str, Any], pairs: int) -> bool:
+    """Return whether a stock forward needs more memory than may be used beside ours."""
+    cached = [tensor for value in arguments.values() for tensor in cached_tensors(value, _layer(module, arguments))]
     copies = sum(tensor.numel() for tensor in (*module.parameters(), *cached))
-    if SCORES * 8 * pairs + 8 * copies > MOST_BYTES:
-        return f"the stock forward needs more than {MOST_BYTES >> 20} MiB"
+    return SCORES * 8 * pairs + 8 * copies > MOST_BYTES
+
+
+def _why_not(module: Any, arguments: dict[str, Any], pairs: int) -> str:
+    """Return why a call is not compared; nothing if it is."""
+    given = (value for value in arguments.values() if isinstance(value, torch.Tensor) and not has_dense(value))
+    tensors = [*given, *module.parameters()]
+    if _is_large(module, arguments, pairs):
+        return f"the stock forward of a sequence needs more than {MOST_BYTES >> 20} MiB"
     if getattr(module, "_is_replica", False):
         return "it is a replica of DataParallel"
-    if any(part._forward_hooks or part._forward_pre_hooks for part in module.modules() if part is not module):
-        return "its parts have hooks"
     if any(tensor.is_meta or type(tensor) not in (torch.Tensor, nn.Parameter) for tensor in tensors):
         return "its tensors have no values, or are of another class"
     if any(tensor.is_cuda for tensor in tensors) and torch.cuda.is_current_stream_capturing():
@@ -151,19 +184,18 @@ def _why_not(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pairs: 
     return ""
 
 
-def _layer(module: Any, kwargs: dict[str, Any]) -> int:
+def _layer(module: Any, arguments: dict[str, Any]) -> int:
     """Return the number of the layer of a cache that a call writes to; cache_offset is of layers that run several times."""
-    return (getattr(module, "layer_idx", None) or 0) + (kwargs.get("cache_offset") or 0)  # type: ignore[no-any-return]
+    return (getattr(module, "layer_idx", None) or 0) + (arguments.get("cache_offset") or 0)  # type: ignore[no-any-return]
 
 
-def _difference(replacement: Replacement, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def _difference(replacement: Replacement, module: Any, arguments: dict[str, Any]) -> str:
     """Return how the results of a call differ; nothing if they agree."""
-    floating = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.is_floating_point())
+    floating = (value for value in arguments.values() if isinstance(value, torch.Tensor) and value.is_floating_point())
     dtype = next((value.dtype for value in floating), torch.float32)
     wider = torch.float32 if dtype.itemsize < 4 else torch.float64
     devices = tuple({weight.device for weight in module.parameters() if weight.is_cuda})
-    arguments = replacement.bind(args, kwargs)
-    layer = _layer(module, kwargs)
+    layer = _layer(module, arguments)
 
     def run_copy(is_ours: bool, exact: torch.dtype | None = None) -> tuple[Any, list[float]]:
         model = shadow(module, lambda tensor: copied_tensor(tensor, exact))
@@ -200,6 +232,9 @@ def _difference(replacement: Replacement, module: Any, args: tuple[Any, ...], kw
         size = exact_out.abs().where(is_counted, 0.0).max().item()
         smallest = SCRIPTED_LIMIT if is_scripted(replacement.stock) else SMALLEST.get(stock_out.dtype, 2.0**-16)
         allowed = max(FACTOR * stock_error, smallest * size)
+        if allowed > LARGEST.get(stock_out.dtype, 2.0**-6) * size:
+            text = f"its output differs by {stock_error / (size or 1.0):.1e} of the largest number from that in another precision"
+            return f"the stock forward cannot be compared: {text}"
         if not our_error <= allowed:
             text = f"its output differs by {our_error / (size or 1.0):.1e} of the largest number there"
             return f"{text}, {allowed / (size or 1.0):.0e} is allowed"

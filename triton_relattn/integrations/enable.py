@@ -16,21 +16,33 @@ from .._core.names import with_names
 from . import structure
 from .comparison import Refused, compare, first_line
 from .libraries import Library
-from .replacement import LIBRARY, Match, Replacement, change_classes, enabled_class, restore, stock_class
+from .replacement import LIBRARY, STRUCTURE, Match, Replacement, change_classes, enabled_class, restore, stock_class
 from .report import Report, Row, count_bytes
 
 LIBRARIES = ("transformers", "nemo", "espnet", "speechbrain", "x_transformers")
 PASSES_ON = "passes masks and positions"
+BY_STRUCTURE = (
+    "it is known by its structure alone. by_structure=True serves it, after a comparison: say so if its class computes what it "
+    "looks like"
+)
 
 
 @with_names
-def enable(model: Any, *, lengths: int | Sequence[int] = 4096, check_calls: bool = True) -> Report:
-    """Let the relative attention in any torch model run on the operator, where that computes the same. The model is changed
-    in place.
+def enable(
+    model: Any, *, by_structure: bool = False, check_calls: bool | None = None, lengths: int | Sequence[int] = 4096
+) -> Report:
+    """Let the relative attention in a torch model run on the operator, where that computes the same. The model is changed in
+    place.
 
-    It is found by its class, in models of transformers, NeMo, ESPnet, CosyVoice, SpeechBrain and x-transformers, and by its
-    structure in any other module: the names and shapes of its parameters and children, and the arguments of its forward.
-    These kinds are known:
+    **Classes of libraries** are served by their names, in models of transformers, NeMo, ESPnet, CosyVoice, SpeechBrain and
+    x-transformers. Versions differ, so each module is compared once, here: its forward and ours, with the module's settings and
+    random weights, in float64 on the CPU; outputs and all gradients agree to 2**-30 of the largest number (1e-9).
+
+    **Any other module** is known by its structure alone: the names and shapes of its parameters and children, and the arguments
+    of its forward. Such modules are listed, and served if ``by_structure`` is true: with it you say that their classes compute
+    what they look like. They are compared here, and in your calls: the first of each kind, the second, the fourth, and so on.
+    No comparison notices state that changes the formula later, attention weights that a forward keeps for others, a rule for
+    training or gradients alone in a call, or one that begins at a length that was not tried. These kinds are known:
 
     - vectors for keys and values in a window, with a proximal bias (VITS: RVC, GPT-SoVITS, so-vits-svc, piper, coqui, ...);
     - Transformer-XL's terms with projected positions (ESPnet's Conformer: FunASR, chatterbox, copies in recipes);
@@ -41,17 +53,16 @@ def enable(model: Any, *, lengths: int | Sequence[int] = 4096, check_calls: bool
     - a bias by bucket that a layer makes of its own embedding (T5);
     - a bias by bucket, times a gate, that the first layer makes (WavLM: torchaudio, BEATs, copies in programs for voices).
 
-    Before a module is replaced, its forward and ours run side by side, with the module's settings and random weights, in float64
-    on the CPU: outputs and all gradients agree to 2**-30 of the largest number (1e-9). What disagrees stays as it is. Then some
-    of your own calls are also compared, before ours computes them: the first of each kind, the second, the fourth, and so on,
-    if the stock forward takes at most 256 MiB. If they differ the module is the stock class's again, and a warning says so.
-    docs/enable.md says what is compared, and what differs from the stock model: random streams of dropout, attention weights,
-    rows of padding. A call with arguments that were not compared uses the stock class.
+    What disagrees stays as it is; if a call does, the module is the stock class's again, and a warning says so. docs/enable.md
+    says what is compared, and what differs from the stock model: random streams of dropout, attention weights, rows of padding.
+    Calls with arguments that were not compared, or while a part of the module has hooks, are the stock class's.
 
     Args:
         model: a module, or any object that holds some, as a pipeline does: those among its attributes and ``components``.
+        by_structure: whether modules of unknown classes are served.
+        check_calls: which modules' calls are compared. None: those that are known by their structure alone; True: all; False:
+            none.
         lengths: for which the report counts memory, in positions.
-        check_calls: whether calls are compared.
 
     Returns:
         A dict of the replaced modules: their names and those of their classes; empty if all were replaced before. It prints as
@@ -63,7 +74,7 @@ def enable(model: Any, *, lengths: int | Sequence[int] = 4096, check_calls: bool
 
     Raises:
         ValueError: nothing in model has relative attention of these kinds.
-        RuntimeError: all modules that have it were refused; the message has the reasons.
+        RuntimeError: all modules that have it were refused, or are known by their structure alone; the message has the reasons.
         TypeError: model is no module and holds none; lengths that are not integers.
 
     Example:
@@ -72,32 +83,26 @@ def enable(model: Any, *, lengths: int | Sequence[int] = 4096, check_calls: bool
         >>> dict(enable(model))
         {'text_encoder.encoder': 'VitsEncoder', 'text_encoder.encoder.layers.0.attention': 'VitsAttention'}
     """
-    return enable_in(model, lengths, check_calls, LIBRARIES)
-
-
-def enable_in(
-    model: Any, lengths: int | Sequence[int], check_calls: bool, libraries: Sequence[str], structures: bool = True
-) -> Report:
-    """Enable what a model has of some libraries, and what is found by its structure."""
-    lengths = _checked(lengths)
+    checked = _checked(lengths)
     modules = _modules(model)
     stock = {path: module for path, module in modules.items() if stock_class(module) is None}
     enabled_before = len(stock) < len(modules)
-    matches = _find(stock, libraries, structures)
-    rows, classes = _compare(matches, modules, lengths)  # all of it before any class is changed
+    matches = _find(stock, by_structure)
+    rows, classes = _compare(matches, modules, checked)  # all of it before any class is changed
     if not rows and not enabled_before:
-        kinds = " nor a module of the kinds that help(triton_relattn.enable) lists" if structures else ""
         raise ValueError(
             f"{type(model).__name__} has no relative attention that triton_relattn knows: neither a class of "
-            f"{', '.join(libraries)}{kinds}"
+            f"{', '.join(LIBRARIES)} nor a module of the kinds that help(triton_relattn.enable) lists"
         )
-    report = Report(rows, lengths)
+    report = Report(rows, checked)
     if report.left and not report and not enabled_before:
         raise RuntimeError(f"no module of {type(model).__name__} was enabled; the model is unchanged. {report}")
     if report.left:
         count = f"{len(report.left)} of {len(rows)} modules with relative attention"
-        warnings.warn(f"enable left {count} unchanged; print its report for all reasons. {report.reasons()[0]}", stacklevel=4)
-    change_classes(classes, modules, check_calls, report.calls())
+        warnings.warn(f"enable left {count} unchanged; print its report for all reasons. {report.reasons()[0]}", stacklevel=3)
+    unknown = {path: matches[path].found_by == STRUCTURE for path in classes}
+    checks = {path: (is_unknown if check_calls is None else check_calls, is_unknown) for path, is_unknown in unknown.items()}
+    change_classes(classes, modules, checks, report.calls())
     return report
 
 
@@ -152,16 +157,20 @@ def _modules(model: Any) -> dict[str, nn.Module]:
     return dict(found.values())
 
 
-def _find(modules: dict[str, nn.Module], libraries: Sequence[str], structures: bool) -> dict[str, Match]:
+def _find(modules: dict[str, nn.Module], by_structure: bool) -> dict[str, Match]:
     """Return what has relative attention; no library is imported that no module is of."""
     packages = {base.__module__.partition(".")[0] for module in modules.values() for base in type(module).__mro__}
-    by_class: dict[str, Match] = {}
-    for name in libraries:
+    by_class: dict[str, Match | None] = {}
+    for name in LIBRARIES:
         library: Library = importlib.import_module(f".{name}", __package__).LIBRARY
         if packages & {source.module.partition(".")[0] for source in library.sources}:
             by_class |= library.find(modules)
-    found = {path: by_class.get(path) or (structure.find(module) if structures else None) for path, module in modules.items()}
-    return {path: match for path, match in found.items() if match is not None}
+    found = {path: by_class[path] if path in by_class else structure.find(module) for path, module in modules.items()}
+    matches = {path: match for path, match in found.items() if match is not None}
+    for path, match in matches.items():
+        if match.found_by == STRUCTURE and match.ours is not None and not by_structure:
+            matches[path] = match._replace(ours=None, reason=BY_STRUCTURE)
+    return matches
 
 
 def _compare(

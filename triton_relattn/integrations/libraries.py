@@ -49,9 +49,9 @@ class Library(NamedTuple):
     sources: tuple[Source, ...]
     oldest: str = ""
 
-    def find(self, modules: dict[str, nn.Module]) -> dict[str, Match]:
-        """Return which of the stock modules of a model are of this library's classes, by name."""
-        found: dict[str, Match] = {}
+    def find(self, modules: dict[str, nn.Module]) -> dict[str, Match | None]:
+        """Return which of the stock modules of a model are of this library's classes, by name; None: without a term of ours."""
+        found: dict[str, Match | None] = {}
         files = {base.__module__ for module in modules.values() for base in type(module).__mro__}
         for source in self.sources:
             if source.module not in files:
@@ -68,9 +68,10 @@ class Library(NamedTuple):
                 continue
             for name, module in modules.items():
                 ours = classes.get(type(module))
-                if ours is not None and getattr(ours, "applies", lambda _: True)(module):
-                    found[name] = Match(source.title, LIBRARY, ours)
-                elif ours is None:
+                if ours is not None:
+                    applies = getattr(ours, "applies", lambda _: True)(module)
+                    found[name] = Match(source.title, LIBRARY, ours) if applies else None
+                else:
                     base = next((base for base in type(module).__mro__ if base in classes), None)
                     if base is not None and not issubclass(classes[base], PassesOn):
                         reason = f"its class is derived from {base.__name__}, which is served, and what it changes is not known"

@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from .._core.warn import warn_once
 from . import calls
-from .calls import CALLS, Calls, Compared
+from .calls import CALLS, Calls, Compared, Verdict
 from .compact import Compact, is_small, to_dense
 from .comparison import first_line
 
 ATTRIBUTE = "_triton_relattn"
 """What the class in place of a stock class has, and no other: a :class:`Replacement`."""
+MODES = "training", "_is_torch_compile"
+"""Attributes that change nothing that is compared: a call's mode is part of its kind, and torch.compile sets the other."""
 LIBRARY, STRUCTURE = "library", "structure"
 """How a module was found: by its class, or by its parameters, children and arguments."""
 
@@ -27,7 +30,7 @@ HARMLESS = frozenset(
     (
         # A relative term knows positions by their difference, and a packed batch is in the mask that they make.
         *("position_ids", "cache_position", "use_cache"),
-        # If this is true, or is_causal is not the module's own, the call is the stock forward's.
+        # If this is true, or is_causal without a mask or not the module's own, the call is the stock forward's.
         *("output_attentions", "is_causal"),
         # For the model around attention, and for the loss.
         *("output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch"),
@@ -105,12 +108,11 @@ class Replacement:
 
     def is_served(self, module: Any, given: dict[str, Any]) -> bool:
         """Return whether ours computes a call."""
-        if given.get("output_attentions") or (given.get("is_causal") and getattr(module, "is_causal", None) is False):
+        if given.get("output_attentions"):
             return False
-        for child in module._modules.values():  # hooks may change the attention weights, which ours does not compute
-            if "Dropout" in type(child).__name__ and (child._forward_hooks or child._forward_pre_hooks):
-                return False
         mask = given.get(self.names.get(self.mask, self.mask))
+        if given.get("is_causal") and (mask is None or getattr(module, "is_causal", None) is False):  # in place of a mask
+            return False
         if isinstance(mask, torch.Tensor) and mask.requires_grad:  # the operator gives a mask no gradient
             return False
         if any(isinstance(value, Compact) and value.is_written for value in given.values()):
@@ -132,11 +134,11 @@ class Replacement:
         """Compute a call by ours or by the stock forward."""
         if calls.is_graph():
             return self.by_stock(module, args, kwargs)
-        given = self.translate(args, kwargs)
-        if torch.compiler.is_compiling():
-            is_ours = given is not None and self.is_served(module, given)
+        given, record = self.translate(args, kwargs), calls.record(module)
+        if torch.compiler.is_compiling():  # a graph is not compared: calls before it have to be
+            may_be_ours = given is not None and not has_hooks(module) and (not record.needs_comparison or record.is_compared)
+            is_ours = may_be_ours and self.is_served(module, given)  # type: ignore[arg-type]
             return self.run(module, given) if is_ours else self.by_stock(module, args, kwargs)  # type: ignore[arg-type]
-        record = calls.record(module)
         record.running += 1
         try:
             if given is not None:
@@ -144,15 +146,21 @@ class Replacement:
                 tensors = (value for value in given.values() if isinstance(value, torch.Tensor))
                 is_large = pairs >= self.ours.fewest or any(tensor.device.type != "cpu" for tensor in tensors)
                 if is_large and self.is_served(module, given):
-                    difference = calls.compare_call(self, module, args, kwargs, pairs)
-                    if not difference:
+                    if has_hooks(module):
+                        verdict = Verdict("a part of it, or torch for all modules, has hooks")
+                    else:
+                        verdict = calls.judge(self, module, args, kwargs, pairs)
+                    if not verdict.text:
                         return self._run_or_stock(module, args, kwargs, given)
-                    restore(module)
-                    warnings.warn(
-                        f"triton_relattn: {self.stock.__qualname__} differs from the stock forward in this call and uses its "
-                        f"stock class again: {difference}. Results of earlier calls like this one may also be wrong",
-                        stacklevel=3,
-                    )
+                    if not verdict.differs:
+                        self._say(verdict.text)
+                    else:
+                        restore(module)
+                        warnings.warn(
+                            f"triton_relattn: {self.stock.__qualname__} differs from the stock forward in this call and uses its "
+                            f"stock class again: {verdict.text}. Results of earlier calls like this one may also be wrong",
+                            stacklevel=3,
+                        )
             return self.by_stock(module, args, kwargs)
         finally:
             record.running -= 1
@@ -168,14 +176,13 @@ class Replacement:
                 raise
             text = f"{type(error).__name__}: {first_line(error)}"
         result = self.by_stock(module, args, kwargs)
-        stock = self.stock.__qualname__
-        warn_once(
-            f"ours raises {stock} {text}",
-            f"triton_relattn: calls of {stock} like this one are computed by its stock forward, because ours raises {text}",
-            4,
-            UserWarning,
-        )
+        self._say(f"ours raises {text}", 5)
         return result
+
+    def _say(self, reason: str, stacklevel: int = 4) -> None:
+        """Say once why calls are not computed by ours."""
+        about = f"calls of {self.stock.__qualname__} like this one are computed by its stock forward, because {reason}"
+        warn_once(about, f"triton_relattn: {about}", stacklevel, UserWarning)
 
     def by_stock(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute a call by the stock forward."""
@@ -195,6 +202,15 @@ class Replacement:
         if not isinstance(mask, torch.Tensor) or mask.numel() == 0 or (visible := self.ours.counted(mask)) is None:
             return None
         return visible[:, : self.ours.num_positions(arguments)]  # type: ignore[no-any-return]  # blocks may be longer
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether a part of a module, or torch for all modules, has hooks: they may read or change what ours does not
+    compute."""
+    if _global_forward_hooks or _global_forward_pre_hooks:
+        return True
+    children = [child for child in module._modules.values() if child is not None]
+    return any(child._forward_hooks or child._forward_pre_hooks or has_hooks(child) for child in children)
 
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -274,7 +290,7 @@ def _enabled_class(stock: Any, ours: Any, layout: Any) -> type[nn.Module]:
         def set_attribute(self: Any, name: str, value: Any) -> None:
             """Set an attribute as the stock class does, and have the next calls compared."""
             stock.__setattr__(self, name, value)
-            if name != "training" and (record := vars(self).get(CALLS)) is not None:
+            if name not in MODES and (record := vars(self).get(CALLS)) is not None:
                 record.changed()
 
         attributes |= {ATTRIBUTE: replacement, "forward": forward, "__setattr__": set_attribute}
@@ -302,8 +318,11 @@ def stock_class(module: nn.Module) -> type[nn.Module] | None:
     return module.stock_class if isinstance(module, PassesOn) else None
 
 
-def change_classes(classes: dict[str, type], modules: dict[str, nn.Module], check_calls: bool, compared: Compared) -> None:
-    """Give modules their new classes: all of them, or none if one raises. compared: where their calls are counted."""
+def change_classes(
+    classes: dict[str, type], modules: dict[str, nn.Module], checks: Mapping[str, tuple[bool, bool]], compared: Compared
+) -> None:
+    """Give modules their new classes: all of them, or none if one raises. checks: whether their calls are compared, and whether
+    they are known by their structure alone; compared: where calls are counted."""
     changed: list[nn.Module] = []
     try:
         for name, ours in classes.items():
@@ -311,7 +330,7 @@ def change_classes(classes: dict[str, type], modules: dict[str, nn.Module], chec
             changed.append(module)
             module.__class__ = ours
             if ATTRIBUTE in vars(ours):
-                vars(module)[CALLS] = Calls(check_calls, name, compared)
+                vars(module)[CALLS] = Calls(*checks[name], name, compared)
             if isinstance(module, PassesOn):
                 module.on_enable()
         for module in changed:

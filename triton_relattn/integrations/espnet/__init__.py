@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from ..._core.names import with_names
-from ..enable import disable, enable_in
+from ..enable import disable, enable
 from ..libraries import Library, Source
-from ..report import Report
 from ..structure.transformer_xl import ProjectedPositions
 
 __all__ = ["disable", "enable"]
@@ -32,18 +29,3 @@ SOURCES = (
     Source("cosyvoice.transformer.attention", "CosyVoice's attention", {"RelPositionMultiHeadedAttention": ProjectedPositions}),
 )
 LIBRARY = Library("espnet", __name__, SOURCES)
-
-
-@with_names
-def enable(module: Any, *, lengths: int | Sequence[int] = 4096, check_calls: bool = True) -> Report:
-    """Let relative attention of ESPnet and CosyVoice run on :func:`triton_relattn.fused_relative_attention`.
-
-    The arguments, results and errors are those of :func:`triton_relattn.enable`, for the classes that docs/libraries.md lists.
-
-    Example:
-        >>> from espnet2.asr.encoder.conformer_encoder import ConformerEncoder  # doctest: +SKIP
-        >>> encoder = ConformerEncoder(80, num_blocks=1, macaron_style=True, rel_pos_type="latest")  # doctest: +SKIP
-        >>> enable(encoder)  # doctest: +SKIP
-        {'': 'ConformerEncoder', 'encoders.0.self_attn': 'RelPositionMultiHeadedAttention'}
-    """
-    return enable_in(module, lengths, check_calls, ("espnet",), structures=False)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -26,6 +28,7 @@ LOW = -1e4
 OF_MODULES = frozenset(vars(nn.Module()))
 """Attributes that torch's own class has."""
 PLAIN = bool, int, float, str
+HOLDERS = list, dict, set, OrderedDict, deque, defaultdict, Counter
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,8 @@ class Kind:
     small: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
     passes_on = lacks_weights = False
+    keeps: ClassVar[tuple[str, ...]] = ("attn",)
+    """Attributes where stock forwards leave attention weights, of which ours leaves None."""
 
     def __init__(self, stock: type[nn.Module], layout: Layout) -> None:
         self.stock, self.layout = stock, layout
@@ -207,6 +212,15 @@ class Kind:
         positions = states.numel() // max(states.shape[0] * self.layout.channels, 1)
         return int(states.shape[0] * self.layout.heads * positions**2)
 
+    def one_sequence(self, arguments: dict[str, Any], pairs: int) -> tuple[dict[str, Any], int] | None:
+        """Return the arguments of the first sequence alone, by the stock forward's names, and its pairs; None if there is one, or
+        sequences are not the first dimension."""
+        states = next(arguments[name] for name, role in self.layout.arguments if role in self.state_roles)
+        if (batch := states.shape[0]) <= 1 or 0 in self.options.get("swapped", ()):
+            return None
+        tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor) and value.dim() > 1}
+        return arguments | {name: value[:1] for name, value in tensors.items() if value.shape[0] == batch}, pairs // batch
+
     def num_positions(self, given: dict[str, Any]) -> None:
         """A mask has no more positions than the output."""
 
@@ -273,19 +287,20 @@ def observed(kind: type[Kind], layout: Layout, model: Any) -> Layout:
         child.register_forward_pre_hook(lambda _, given, name=name: shapes.__setitem__(name, given[0].shape))
     for training in (True, False):
         model.train(training)
-        before = _state(model)
+        runs, states = [], []
         with torch.no_grad():
             dtype = model_dtype(model)
-            runs = [run(replacement, model, cloned_arguments(sample, dtype), False, dtype) for _ in range(2)]
+            for _ in range(2):  # the first one may fill a cache
+                runs.append(run(replacement, model, cloned_arguments(sample, dtype), False, dtype))
+                states.append(_state(model))
+        before, after = states
         returned = runs[0][0]
         returns = described(returned, sample)
         probabilities += runs[0][1]
-        after = _state(model)
-        counted = [name for name, value in after.items() if isinstance(value, PLAIN) and value != before.get(name)]
-        replaced = [name for name, value in after.items() if not isinstance(value, PLAIN) and value is not before.get(name)]
-        if counted or not torch.equal(*(values(out)[0] for out, _ in runs)):
-            names = counted or replaced or ["something"]
-            raise Refused(f"its forward changes {', '.join(names)}, on which what it computes next may depend")
+        changed = [name for name in {**before, **after} if name not in kind.keeps and before.get(name) != after.get(name)]
+        if changed or not torch.equal(*(values(out)[0] for out, _ in runs)):
+            what = ", ".join(changed) or "something on which what it computes next depends"
+            raise Refused(f"its forward changes {what}, which ours does not")
     weights = [name for name, shape in shapes.items() if len(shape) >= 3 and shape[-2:] == sample.pairs]
     weights = weights or [name for name in dropouts if name not in shapes]  # torch's fused attention takes its probability
     weights = weights or [name for name, value in vars(model).items() if type(value) is float and value in probabilities]
@@ -295,10 +310,27 @@ def observed(kind: type[Kind], layout: Layout, model: Any) -> Layout:
 
 
 def _state(model: nn.Module) -> dict[str, Any]:
-    """Return the attributes of a module and its children by name, and how often buffers were changed."""
+    """Return what a forward may change, by name: the attributes of a module and its children, what lists and objects among them
+    hold, how often buffers were changed, and globals of their files that hold other objects."""
     found: dict[str, Any] = {}
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
-        found |= {prefix + name: value for name, value in vars(module).items() if name not in OF_MODULES}
+        found |= {prefix + name: _held(value) for name, value in vars(module).items() if name not in OF_MODULES}
         found |= {prefix + name: buffer._version for name, buffer in module._buffers.items() if buffer is not None}
+    for function in (value for base in type(model).__mro__ for value in vars(base).values() if inspect.isfunction(value)):
+        if not (function.__module__ or "").startswith("torch."):
+            names = set(function.__code__.co_names) & function.__globals__.keys()
+            found |= {name: _held(function.__globals__[name]) for name in names if type(function.__globals__[name]) in HOLDERS}
     return found
+
+
+def _held(value: Any, depth: int = 2) -> Any:
+    """Return what tells whether a value was changed: numbers themselves, the identity of others, and of what these hold."""
+    if isinstance(value, PLAIN):
+        return value
+    items: Iterable[Any] = ()
+    if type(value) in HOLDERS:
+        items = itertools.chain.from_iterable(value.items()) if isinstance(value, dict) else value
+    elif not isinstance(value, (torch.Tensor, nn.Module, type)):
+        items = getattr(value, "__dict__", {}).values()
+    return id(value), *(_held(item, depth - 1) for item in items if depth > 0)

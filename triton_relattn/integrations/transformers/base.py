@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import pad
 
 from ..compact import STOCK_READS
-from ..enable import enable_in
+from ..enable import enable
 from ..in_place import InPlace
 from ..masks import ChunkedWindow
 from ..operators import fused_relative_attention, split_heads
@@ -183,7 +183,7 @@ class Encoder(PassesOn):
         """Make a model of an enabled model's class, and enable it. Its config may be that of the enabled model."""
         super().__init__(getattr(config, "stock", config), *args, **kwargs)  # type: ignore[call-arg]
         self.__class__ = self.stock_class
-        enable_in(self, (), True, ("transformers",), structures=False)
+        enable(self, lengths=())
 
     def on_enable(self: Any) -> None:
         if self.mask_function and hasattr(self, "config"):
