@@ -217,11 +217,13 @@ def _read(timed: Timed, flush: torch.Tensor | None, readings: list[Reading]) -> 
     readings.append((timed, _start(timed.step, flush)))
 
 
-def time_in_turn(prepared: Sequence[Timed], device: str, seconds: float, rounds: int, fewest: int = 3) -> None:
+def time_in_turn(
+    prepared: Sequence[Timed], device: str, seconds: float, rounds: int, fewest: int = 3, drops: bool = False
+) -> None:
     """Rounds of all that can be timed, each in an order of its own, until the seconds are spent, but at least a few.
 
-    They have run before, to be checked; on a GPU a round more is left out, since its clocks rise with work. What fails here, for
-    lack of memory beside the others, is out.
+    They have run before, to be checked; on a GPU a round more is left out, since its clocks rise with work. drops: what fails
+    here, for lack of memory beside the others, is out; else it raises.
     """
     warm_up = 1 if device == "cuda" else 0
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda") if device == "cuda" else None
@@ -230,7 +232,10 @@ def time_in_turn(prepared: Sequence[Timed], device: str, seconds: float, rounds:
         shuffle(order)
         readings: list[Reading] = []
         for timed in order:
-            attempt(partial(_read, timed, flush, readings), timed.found)
+            if drops:
+                attempt(partial(_read, timed, flush, readings), timed.found)
+            else:
+                _read(timed, flush, readings)
         for timed in order:
             if not timed.is_ok:
                 timed.milliseconds.clear()

@@ -92,7 +92,7 @@ def configurations(case: Case, direction: str, device: str) -> str:
 def measure(case: Case, options: argparse.Namespace, not_tried: dict[str, str]) -> list[dict[str, Any]]:
     """A row for every method and direction."""
     prepared = timing.prepare(case, options.methods, options.directions, options.device, not_tried)
-    timing.time_in_turn(prepared, options.device, options.seconds, ROUNDS)
+    timing.time_in_turn(prepared, options.device, options.seconds, ROUNDS, drops=True)
     return make_rows(case, prepared, options)
 
 

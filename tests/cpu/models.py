@@ -41,6 +41,11 @@ def build(name: str, dtype: torch.dtype = torch.float32, layers: int = 2, **chan
     return in_dtype(varied(model), dtype)
 
 
+def small_t5() -> Any:
+    """A model of a library, as the command line takes it."""
+    return build("t5")
+
+
 def subject(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, dict[str, Any]]:
     """A model of a family, or "toy", which belongs to no library, with inputs long enough for the operator to run."""
     if name != "toy":

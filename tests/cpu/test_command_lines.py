@@ -41,6 +41,7 @@ INSTEAD = {
     "compare main": "compare HEAD",
     "lengths 200": "lengths 2",
     "out/bench/": "bench/results/cpu/",
+    "enable --model package.module:factory": "enable --model tests.cpu.models:small_t5",
     "package.module:factory": "tests.cpu.stock:SpeechBlock",
 }
 NEED_TRITON = (*(f"bench {verb}" for verb in ("tune", "compile", "host", "gpu")), "bench.gpu")

@@ -61,6 +61,11 @@ class InPlace:
         """Return whether a module of the stock class has a relative term that ours computes."""
         return True
 
+    @staticmethod
+    def why_not(module: Any) -> str:
+        """Return why ours does not compute what a module does in its model, which its comparison alone would not show."""
+        return ""
+
     def example(self: Any, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
         """Return arguments of the stock forward, on torch's default device. real: (B, N), bool, True of what is no padding."""
         raise NotImplementedError

@@ -69,8 +69,10 @@ class Library(NamedTuple):
             for name, module in modules.items():
                 ours = classes.get(type(module))
                 if ours is not None:
-                    applies = getattr(ours, "applies", lambda _: True)(module)
-                    found[name] = Match(source.title, LIBRARY, ours) if applies else None
+                    reason = getattr(ours, "why_not", lambda _: "")(module)
+                    found[name] = None
+                    if getattr(ours, "applies", lambda _: True)(module):
+                        found[name] = Match(source.title, LIBRARY, None if reason else ours, reason)
                 else:
                     base = next((base for base in type(module).__mro__ if base in classes), None)
                     if base is not None and not issubclass(classes[base], PassesOn):

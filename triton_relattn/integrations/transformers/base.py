@@ -24,8 +24,20 @@ _ASKED: list[bool] = []
 STOCK_READS.append(lambda: bool(_ASKED))
 
 
+OTHER_IN_EAGER = "SeamlessM4Tv2ConformerSelfAttention", "NemotronAsrStreamingEncoderAttention"
+"""Stock attention whose models have other results in eager than in sdpa, whatever the module alone computes: the first one adds
+a boolean mask, so that a key that is no padding counts e times one that is."""
+
+
 class Attention(InPlace):
     """Mixin, in place of a class of transformers. While weights are collected, calls are the stock forward's."""
+
+    @staticmethod
+    def why_not(module: Any) -> str:
+        implementation = getattr(getattr(module, "config", None), "_attn_implementation", "")
+        if type(module).__name__ in OTHER_IN_EAGER and implementation == "eager":
+            return 'with attn_implementation="eager" this model computes something else; set_attn_implementation("sdpa") first'
+        return ""
 
     def serves(self) -> bool:  # type: ignore[override]
         return not wants_weights(self)
