@@ -116,7 +116,7 @@ def poison_memory(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_plans(patch: pytest.MonkeyPatch) -> None:
-    """Let all be decided anew."""
+    """Forget what was decided."""
     from triton_relattn.kernels import plan
 
     patch.setattr(plan, "_plans", {})

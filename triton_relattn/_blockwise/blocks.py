@@ -44,8 +44,9 @@ class Call:
         self.has_window = max(spec.window_left, spec.window_right) >= 0
         self.has_hidden = self.has_window or tensors.attn_mask is not None
         self.window = spec.window_left + spec.window_right if min(spec.window_left, spec.window_right) >= 0 else None
+        self.term_mask = None if spec.softcap is not None else tensors.attn_mask  # softcap does not limit a mask: no term
         # Whether all pairs of a head at the same position have the same terms.
-        self.is_by_position = tensors.rel_key is None and tensors.rel_p2c is None and tensors.attn_mask is None
+        self.is_by_position = tensors.rel_key is None and tensors.rel_p2c is None and self.term_mask is None
         self.tables: dict[str, Table] = {}
         for name in TABLES if self.runs else ():
             if (table := getattr(tensors, name)) is not None:

@@ -24,9 +24,8 @@ class Terms:
 
     def __init__(self, part: Part) -> None:
         self.part, self.call, self.dtype = part, part.call, part.call.term_dtype
-        self.attn_mask = None if part.call.spec.softcap is not None else part.call.tensors.attn_mask  # softcap does not limit it
+        self.attn_mask, self.is_by_position = part.call.term_mask, part.call.is_by_position
         self.has_tables = bool({"rel_key", "rel_p2c"} & part.call.tables.keys())
-        self.is_by_position = not self.has_tables and self.attn_mask is None
         self.has_lines = part.call.has_window or "rel_bias" in part.call.tables
         self.low = part.run.start - part.run.offset - part.run.num_queries - part.step + 1  # the first position of a band
         # NaN of a query that sees nothing must not remain, but is overwritten after fused attention.

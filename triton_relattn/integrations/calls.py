@@ -62,7 +62,7 @@ class Calls:
         self.needs_comparison = is_checked and by_structure
         self.counts: dict[Any, int] = {}
         self.judged: dict[Any, str] = {}  # by kind: why no call could be compared; nothing if ours computes the same
-        self.is_compared = False  # whether there is such a kind
+        self.is_compared = False  # whether there is one that is equal, which torch.compile does not find in a dictionary
         self.versions: list[tuple[int, int]] | None = None  # of the buffers
         self.changes = self.running = 0
         self.encoders: list[Any] = []  # references to the modules that pass masks on to this one
