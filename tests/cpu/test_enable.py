@@ -39,9 +39,12 @@ from tests.cpu.stock import enable
 from tests.cpu.whole_models import vision_encoder
 from triton_relattn import disable
 from triton_relattn.integrations import in_place, libraries, transformers
+from triton_relattn.integrations.transformers import door
 
 # Parts that are plain modules, an encoder that asks for masks, one with a forward of its own, two stacks, a class of no library.
 SUBJECTS = ("wav2vec2_bert", "inkling", "parakeet", "t5", "toy")
+THROUGH_THE_DOOR = ("wav2vec2_bert", "t5")
+"""Those that keep their classes: their configs name our attention implementation."""
 every_subject = pytest.mark.parametrize("name", SUBJECTS)
 
 
@@ -65,7 +68,7 @@ def test_disable_gives_everything_back(name: str) -> None:
         model.get_submodule(path).register_forward_hook(lambda module, *_: called.append(type(module).__name__))
     pairs = zip(model.named_modules(), types, strict=True)
     changed = {path: was.__name__ for (path, part), was in pairs if type(part) is not was and isinstance(part, was)}
-    assert changed == enabled
+    assert changed == ({} if name in THROUGH_THE_DOOR else enabled)
     assert runs_the_operator(model, given) and set(called) == set(enabled.values())
     now = model.state_dict(keep_vars=True)
     assert now.keys() == state.keys() and all(weight is state[key] for key, weight in now.items())
@@ -81,10 +84,12 @@ def test_disable_gives_everything_back(name: str) -> None:
 
 @every_subject
 def test_other_models_stay_as_they_are(name: str) -> None:
-    """Models of the same class, sharing the config, created later, or disabled again are not affected by enable."""
+    """Models of the same class, created later, or disabled again are not affected by enable, nor are those that share the config,
+    unless it names the implementation."""
     (model, given), (other, _) = subject(name), subject(name)
     expected, before = output(model, given), classes(other)
-    sharing = copy.deepcopy(model) if name == "toy" else type(model)(model.config).eval()
+    config = copy.deepcopy(model.config) if name in THROUGH_THE_DOOR else getattr(model, "config", None)
+    sharing = copy.deepcopy(model) if name == "toy" else type(model)(config).eval()
     sharing.load_state_dict(model.state_dict())
     enable(model)
     for stranger in (other, sharing, subject(name)[0]):
@@ -95,21 +100,18 @@ def test_other_models_stay_as_they_are(name: str) -> None:
     assert runs_the_operator(sharing, given)
 
 
-@pytest.mark.parametrize("name", ["inkling", "wav2vec2_bert"])
-def test_a_model_of_an_enabled_ones_class(name: str) -> None:
+def test_a_model_of_an_enabled_ones_class() -> None:
     """A new model of an enabled model's class is enabled completely, whichever config it is built from."""
-    model, given = subject(name)
-    inner = model if name == "inkling" else model.encoder
-    config = copy.deepcopy(inner.config)
+    model, given = subject("inkling")
+    config = copy.deepcopy(model.config)
     enable(model)
-    for settings in (config, inner.config):
-        other = type(inner)(settings).eval()
-        other.load_state_dict(inner.state_dict())
-        assert classes(other) == classes(inner)
+    for settings in (config, model.config):
+        other = type(model)(settings).eval()
+        other.load_state_dict(model.state_dict())
+        assert classes(other) == classes(model)
         assert disable(other)
-    if name == "inkling":
-        enable(other)
-        assert torch.equal(output(other, given), output(model, given))
+    enable(other)
+    assert torch.equal(output(other, given), output(model, given))
 
 
 @every_subject
@@ -182,10 +184,12 @@ def test_modules_that_differ_are_stock_again(name: str, monkeypatch: pytest.Monk
     report = enable(model, check_calls=True)
     attention = model.get_submodule(next(path for path, kind in report.items() if "Attention" in kind))
     scaling = "inv_norm_factor" if name == "bloom" else "scaling"
-    ours = type(attention)._triton_relattn
-    function = ours.function
+    owner, what = (door, "fused_relative_attention") if name == "t5" else (type(attention)._triton_relattn, "function")
+    function = getattr(owner, what)
 
     def wrong(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if name == "t5":
+            return 2 * function(self, *args, **kwargs)
         if self.layer_idx if hasattr(self, "layer_idx") else False:
             return function(self, *args, **kwargs)
         before = getattr(self, scaling)
@@ -195,8 +199,8 @@ def test_modules_that_differ_are_stock_again(name: str, monkeypatch: pytest.Monk
         finally:
             vars(self)[scaling] = before
 
-    monkeypatch.setattr(ours, "function", wrong)
-    with pytest.warns(UserWarning, match="uses its stock class again"):
+    monkeypatch.setattr(owner, what, wrong)
+    with pytest.warns(UserWarning, match="uses its (stock class|own attention) again"):
         assert_near("output", counted(output(model, given), counting(name, PADDED)), counted(expected, counting(name, PADDED)))
     differing = report.calls().differing
     assert differing and all("differs by" in reason for reason in differing.values())

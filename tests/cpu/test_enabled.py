@@ -83,7 +83,10 @@ def test_arguments_that_ours_has_not(name: str, argument: str) -> None:
 
     expected = run()
     enable(model)
-    assert run() == expected if isinstance(expected, str) else torch.equal(run(), expected)
+    if name in ("t5", "wav2vec2_bert"):  # whose stock attention reads none of them
+        assert_near("output", run(), expected)
+    else:
+        assert run() == expected if isinstance(expected, str) else torch.equal(run(), expected)
 
 
 def test_causality_that_is_asked_for() -> None:
@@ -170,17 +173,16 @@ def test_settings_that_are_changed_later() -> None:
 
 @pytest.mark.parametrize("name", ["wav2vec2_bert", "t5"])
 def test_an_implementation_that_is_changed_later(name: str) -> None:
-    """A change of the attention implementation takes effect when the model is stock again."""
+    """set_attn_implementation undoes enable where ours is such an implementation."""
     model, given = subject(name)
     expected = output(model, given)
     enable(model)
-    ours = output(model, given)
-    model.set_attn_implementation("sdpa")
-    assert torch.equal(output(model, given), ours)
+    assert runs_the_operator(model, given)
+    model.set_attn_implementation("eager")
+    assert torch.equal(output(model, given), expected) and disable(model) == {}
+    enable(model)
     disable(model)
-    assert model.config._attn_implementation == "sdpa"
-    assert_near("output", output(model, given)[0], expected[0])
-    assert not torch.equal(output(model, given), expected)
+    assert model.config._attn_implementation == "eager" and torch.equal(output(model, given), expected)
 
 
 @pytest.mark.parametrize("name", ["t5", "longt5", "wavlm"])

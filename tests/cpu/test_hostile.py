@@ -32,6 +32,7 @@ from tests.cpu.stock import Altered, ShawAttention, StepByStep, enable
 from tests.tolerance import assert_at_most, assert_near
 from triton_relattn import disable
 from triton_relattn.integrations import calls
+from triton_relattn.integrations.transformers import door
 
 LONG = (4, 257, 32)
 """With two heads it has 2**19 scores, enough for the operator."""
@@ -441,20 +442,21 @@ def test_a_fault_in_any_row(name: str, padding: str, monkeypatch: pytest.MonkeyP
     report = enable(model, check_calls=True)
     output(model, given)
     assert report.calls().compared > 0 and not report.calls().differing
-    classes = {type(part) for part in model.modules()}
-    replacement = next(
-        found for kind in classes if (found := getattr(kind, "_triton_relattn", None)) and not found.ours.passes_on
-    )
-    true = replacement.function
+    replacements = (getattr(type(part), "_triton_relattn", None) for part in model.modules())
+    replacement = next((found for found in replacements if found and not found.ours.passes_on), None)
+    true = replacement.function if replacement else door.fused_relative_attention
     for row in (0, LENGTH // 2, LENGTH - 1):  # real in the first sequence
         again = copy.deepcopy(model)
 
-        def faulty(self: Any, *args: Any, row: int = row, **kwargs: Any) -> Any:
-            out, *more = true(self, *args, **kwargs)
-            return out * torch.where(torch.arange(out.shape[1]) == row, 1.5, 1.0)[:, None], *more
+        def faulty(*args: Any, row: int = row, **kwargs: Any) -> Any:
+            result = true(*args, **kwargs)
+            out, *more = result if isinstance(result, tuple) else (result,)
+            out = out * torch.where(torch.arange(out.shape[-2]) == row, 1.5, 1.0)[:, None]
+            return (out, *more) if isinstance(result, tuple) else out
 
         with monkeypatch.context() as patch, pytest.warns(UserWarning, match="differs from the stock forward"):
-            patch.setattr(replacement, "function", faulty)
+            owner, name = (replacement, "function") if replacement else (door, "fused_relative_attention")
+            patch.setattr(owner, name, faulty)
             output(again, given)
 
 

@@ -30,7 +30,7 @@ class Compact(torch.Tensor):
         """Return a Compact tensor; under torch.compile small itself, and for stock modules the dense form."""
         if any(reads() for reads in STOCK_READS):
             return make(small)
-        if _are_plain():
+        if are_plain():
             return small
         return cls._wrapped(torch.empty(0) if small is None else small, make, small is None)
 
@@ -121,10 +121,10 @@ def is_small(value: Any) -> bool:
     """Return whether an argument is a small form; under torch.compile and the like, where these are plain tensors, True."""
     if isinstance(value, Compact):
         return not value.is_written
-    return not isinstance(value, torch.Tensor) or _are_plain()
+    return not isinstance(value, torch.Tensor) or are_plain()
 
 
-def _are_plain() -> bool:
+def are_plain() -> bool:
     return torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._functorch.peek_interpreter_stack() is not None
 
 

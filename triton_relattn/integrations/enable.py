@@ -19,7 +19,14 @@ from .libraries import Library
 from .replacement import LIBRARY, STRUCTURE, Match, Replacement, change_classes, enabled_class, restore, stock_class
 from .report import Report, Row, count_bytes
 
-LIBRARIES = ("transformers", "nemo", "espnet", "speechbrain", "x_transformers")
+LIBRARIES = {
+    "transformers": ("transformers",),
+    "nemo": ("nemo",),
+    "espnet": ("espnet", "espnet2", "cosyvoice"),
+    "speechbrain": ("speechbrain",),
+    "x_transformers": ("x_transformers",),
+}
+"""By our folder of a library, the packages of its classes."""
 PASSES_ON = "passes masks and positions"
 BY_STRUCTURE = (
     "it is known by its structure alone. by_structure=True serves it, after a comparison: say so if its class computes what it "
@@ -161,9 +168,9 @@ def _find(modules: dict[str, nn.Module], by_structure: bool) -> dict[str, Match]
     """Return what has relative attention; no library is imported that no module is of."""
     packages = {base.__module__.partition(".")[0] for module in modules.values() for base in type(module).__mro__}
     by_class: dict[str, Match | None] = {}
-    for name in LIBRARIES:
-        library: Library = importlib.import_module(f".{name}", __package__).LIBRARY
-        if packages & {source.module.partition(".")[0] for source in library.sources}:
+    for name, of_library in LIBRARIES.items():
+        if packages.intersection(of_library):
+            library: Library = importlib.import_module(f".{name}", __package__).LIBRARY
             by_class |= library.find(modules)
     found = {path: by_class[path] if path in by_class else structure.find(module) for path, module in modules.items()}
     matches = {path: match for path, match in found.items() if match is not None}
@@ -193,11 +200,13 @@ def _compare(
             if match.ours is None:
                 raise Refused(match.reason)
             replacement, difference = compare(module, match.ours, similar.get(key))
-            new = enabled_class(stock, match.ours, getattr(replacement.ours, "layout", None))
-            try:
-                object.__new__(stock).__class__ = new
-            except TypeError as error:  # a class with __slots__
-                raise Refused(f"its class cannot be exchanged: {error}") from error
+            new = match.ours
+            if not getattr(new, "is_switched", False):
+                new = enabled_class(stock, match.ours, getattr(replacement.ours, "layout", None))
+                try:
+                    object.__new__(stock).__class__ = new
+                except TypeError as error:  # a class with __slots__
+                    raise Refused(f"its class cannot be exchanged: {error}") from error
         except Exception as error:  # a module of the user may raise anything
             reason = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {first_line(error)}"
             rows[path] = dataclasses.replace(row, reason=reason)

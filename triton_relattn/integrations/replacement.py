@@ -21,6 +21,8 @@ from .comparison import first_line
 
 ATTRIBUTE = "_triton_relattn"
 """What the class in place of a stock class has, and no other: a :class:`Replacement`."""
+CHECKED, IMPLEMENTATION = "_triton_relattn_checked", "triton_relattn"
+"""The attribute of a module that keeps its class, and gets ours by the attention implementation that its config names."""
 MODES = "training", "_is_torch_compile"
 """Attributes that change nothing that is compared: a call's mode is part of its kind, and torch.compile sets the other."""
 LIBRARY, STRUCTURE = "library", "structure"
@@ -311,8 +313,15 @@ def _new_instance(stock: type[nn.Module], ours: Any, layout: Any) -> nn.Module:
     return found.__new__(found)
 
 
+def is_switched(module: nn.Module) -> bool:
+    """Return whether a module's config names our attention implementation."""
+    return getattr(getattr(module, "config", None), "_attn_implementation", None) == IMPLEMENTATION
+
+
 def stock_class(module: nn.Module) -> type[nn.Module] | None:
     """Return the stock class of an enabled module; None if it is not enabled."""
+    if CHECKED in vars(module) and is_switched(module):
+        return type(module)
     if (replacement := getattr(type(module), ATTRIBUTE, None)) is not None:
         return replacement.stock  # type: ignore[no-any-return]
     return module.stock_class if isinstance(module, PassesOn) else None
@@ -328,8 +337,11 @@ def change_classes(
         for name, ours in classes.items():
             module = modules[name]
             changed.append(module)
-            module.__class__ = ours
-            if ATTRIBUTE in vars(ours):
+            if getattr(ours, "is_switched", False):
+                ours.switch(module)  # type: ignore[attr-defined]
+            else:
+                module.__class__ = ours
+            if getattr(ours, "is_switched", False) or ATTRIBUTE in vars(ours):
                 vars(module)[CALLS] = Calls(*checks[name], name, compared)
             if isinstance(module, PassesOn):
                 module.on_enable()
@@ -342,10 +354,14 @@ def change_classes(
         raise
 
 
-def restore(module: nn.Module) -> None:
+def restore(module: Any) -> None:
     """Give an enabled module its stock class back; also what passes small masks on to it, since those are for ours alone."""
     stock = stock_class(module)
     if stock is None:
+        return
+    if (checked := vars(module).pop(CHECKED, None)) is not None:
+        vars(module).pop(CALLS, None)
+        module.config._attn_implementation = checked.before
         return
     if isinstance(module, PassesOn):
         module.on_disable()

@@ -6,16 +6,22 @@ import functools
 from typing import Any
 
 import torch
+from transformers.models.seamless_m4t import modeling_seamless_m4t as seamless_m4t
+from transformers.models.wav2vec2_bert import modeling_wav2vec2_bert as wav2vec2_bert
+from transformers.models.wav2vec2_conformer import modeling_wav2vec2_conformer as wav2vec2_conformer
 
 from ...positions import RelativePositions
 from ..calls import is_graph
 from ..compact import Compact
 from ..masks import ChunkedWindow
 from ..operators import folded, fused_relative_attention, join_heads, split_heads
+from ..replacement import IMPLEMENTATION
+from . import masks
 from .base import Attention, Encoder, additive_mask, attend_evenly, sees_a_key
+from .door import Term, ThroughTheDoor, serve
 
 
-class ConformerAttention(Attention):
+class ConformerAttention(ThroughTheDoor):
     """Attention by ``position_embeddings_type``:
 
     .. code-block:: text
@@ -25,33 +31,72 @@ class ConformerAttention(Attention):
         "rotary", None   plain attention
     """
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        relative_position_embeddings: torch.Tensor | None = None,
-        chunks: tuple[int, int] | None = None,
-    ) -> tuple[torch.Tensor, None]:
-        """hidden_states (B, N, C), relative_position_embeddings (1, 2N - 1, C), chunks: size, number seen before (-1: all)."""
-        rotated = hidden_states
+    @property
+    def longest(self) -> int:
+        return max(getattr(self, "left_max_position_embeddings", 0) or 0, 30) + 10
+
+    def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
+        mask = masks.example(self.config, batch, length, real, name=IMPLEMENTATION)
+        given = {**super().example(batch, length, real), "attention_mask": mask}
+        if self.position_embeddings_type == "relative":
+            given["relative_position_embeddings"] = torch.randn(1, 2 * length - 1, self.linear_q.in_features)
         if self.position_embeddings_type == "rotary":
-            rotated = self._apply_rotary_embedding(hidden_states, relative_position_embeddings)
-        query = split_heads(self.linear_q(rotated), self.head_size)
-        key = split_heads(self.linear_k(rotated), self.head_size)
-        value = split_heads(self.linear_v(hidden_states), self.head_size)
+            given["relative_position_embeddings"] = torch.randn(2, length, 1, 1, self.head_size)
+        return given
 
+
+def projected(module: Any, query: torch.Tensor, key: torch.Tensor, embeddings: torch.Tensor) -> Any:
+    """Return the query and the term of embeddings (1, 2N - 1, C)."""
+    rel_key, last = split_heads(module.linear_pos(embeddings), module.head_size)[0], key.shape[2] - 1
+    positions = RelativePositions(-last, last)
+    return folded(query, rel_key, module.pos_bias_u, module.pos_bias_v, positions, module.scaling)
+
+
+def clipped(module: Any, query: torch.Tensor, key: torch.Tensor) -> Any:
+    """Return the query and the term of the module's own table."""
+    return query, clipped_term(module, query)
+
+
+def clipped_term(module: Any, query: torch.Tensor) -> dict[str, Any]:
+    rows = torch.arange(module.distance_embedding.num_embeddings, device=query.device)
+    positions = RelativePositions(-module.left_max_position_embeddings, module.right_max_position_embeddings)
+    return {"rel_key": module.distance_embedding(rows).to(query.dtype), "positions": positions}
+
+
+def in_place_of(ours: Any) -> Any:
+    """Return a function of a stock function that makes a dense bias, which returns one that makes a Term of ours."""
+
+    def of_stock(stock: Any) -> Any:
+        def run(module: Any, query: torch.Tensor, key: torch.Tensor, *arguments: Any) -> Any:
+            if any(argument is None for argument in arguments):  # which the stock function refuses
+                return stock(module, query, key, *arguments)
+            return query, Term(ours, stock, arguments)
+
+        return run
+
+    return of_stock
+
+
+XL = {"_apply_relative_position_encoding": in_place_of(projected)}
+SHAW = {"_apply_relative_key_position_encoding": in_place_of(clipped)}
+serve(wav2vec2_bert.Wav2Vec2BertSelfAttention, ConformerAttention, "wav2vec2-bert", **XL, **SHAW)
+serve(wav2vec2_conformer.Wav2Vec2ConformerSelfAttention, ConformerAttention, "wav2vec2-conformer", **XL)
+serve(seamless_m4t.SeamlessM4TConformerSelfAttention, ConformerAttention, "seamless_m4t", **XL)
+
+
+class SeamlessM4Tv2Attention(Attention):
+    """q_i . E[clamp(j - i, -left, right)], scaled as q_i . k_j; E (left + right + 1, D), shared by the heads; in chunks."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, chunks: tuple[int, int] | None = None
+    ) -> tuple[torch.Tensor, None]:
+        """hidden_states (B, N, C), chunks: size, number seen before (-1: all)."""
+        projections = self.linear_q, self.linear_k, self.linear_v
+        query, key, value = (split_heads(project(hidden_states), self.head_size) for project in projections)
         scale = getattr(self, "scaling", self.head_size**-0.5)  # transformers 5.20 and earlier have none
-        term: dict[str, Any] = {}
+        term: dict[str, Any] = {"dropout_p": self.dropout.p if self.training else 0.0, "scale": scale}
         if self.position_embeddings_type == "relative_key":
-            rows = torch.arange(self.distance_embedding.num_embeddings, device=query.device)
-            term["rel_key"] = self.distance_embedding(rows).to(query.dtype)
-            term["positions"] = RelativePositions(-self.left_max_position_embeddings, self.right_max_position_embeddings)
-        elif self.position_embeddings_type == "relative":
-            rel_key = split_heads(self.linear_pos(relative_position_embeddings), self.head_size)[0]
-            last = hidden_states.shape[1] - 1
-            query, term = folded(query, rel_key, self.pos_bias_u, self.pos_bias_v, RelativePositions(-last, last), scale)
-
-        term |= {"dropout_p": self.dropout.p if self.training else 0.0, "scale": scale}
+            term |= clipped_term(self, query)
         if chunks is None or chunks[0] >= query.shape[2]:
             out: Any = fused_relative_attention(query, key, value, attn_mask=additive_mask(attention_mask, query.dtype), **term)
         else:
@@ -66,21 +111,9 @@ class ConformerAttention(Attention):
                 out = torch.where(visible, out, attend_evenly(query, key, value, scale))
         return self.linear_out(join_heads(out)), None
 
-    def serves(self, relative_position_embeddings: Any = None) -> bool:  # type: ignore[override]
-        needs_embeddings = self.position_embeddings_type in ("relative", "rotary")
-        return super().serves() and (not needs_embeddings or relative_position_embeddings is not None)
-
     @property
     def longest(self) -> int:
         return max(getattr(self, "left_max_position_embeddings", 0) or 0, 30) + 10
-
-    def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
-        given = super().example(batch, length, real)
-        if self.position_embeddings_type == "relative":
-            given["relative_position_embeddings"] = torch.randn(1, 2 * length - 1, self.linear_q.in_features)
-        if self.position_embeddings_type == "rotary":
-            given["relative_position_embeddings"] = torch.randn(2, length, 1, 1, self.head_size)
-        return given
 
 
 class SeamlessMask(Compact):

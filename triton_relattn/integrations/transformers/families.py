@@ -96,12 +96,10 @@ CLASSES = {
     "alibi.MptAttention": "mpt.MptAttention",
     "alibi.MptModel": "mpt.MptModel",
     "base.Encoder": "inkling.InklingTextModel mpnet.MPNetModel speecht5.SpeechT5Encoder vits.VitsEncoder "
-    "t5.T5Stack mt5.MT5Stack umt5.UMT5Stack longt5.LongT5Stack pop2piano.Pop2PianoStack pix2struct.Pix2StructTextModel "
-    "switch_transformers.SwitchTransformersStack wav2vec2_bert.Wav2Vec2BertEncoder wav2vec2_bert.Wav2Vec2BertAdapterLayer "
-    "wav2vec2_conformer.Wav2Vec2ConformerEncoder seamless_m4t.SeamlessM4TConformerEncoder "
-    "seamless_m4t.SeamlessM4TConformerAdapterLayer seamless_m4t_v2.SeamlessM4Tv2ConformerAdapterLayer",
+    "seamless_m4t_v2.SeamlessM4Tv2ConformerAdapterLayer",
     "conformer.ConformerAttention": "wav2vec2_bert.Wav2Vec2BertSelfAttention wav2vec2_conformer.Wav2Vec2ConformerSelfAttention "
-    "seamless_m4t.SeamlessM4TConformerSelfAttention seamless_m4t_v2.SeamlessM4Tv2ConformerSelfAttention",
+    "seamless_m4t.SeamlessM4TConformerSelfAttention",
+    "conformer.SeamlessM4Tv2Attention": "seamless_m4t_v2.SeamlessM4Tv2ConformerSelfAttention",
     "conformer.SeamlessM4Tv2Encoder": "seamless_m4t_v2.SeamlessM4Tv2ConformerEncoder",
     "deberta.DebertaAttention": "deberta.DisentangledSelfAttention",
     "deberta.DebertaEncoder": "deberta.DebertaEncoder",
@@ -140,11 +138,10 @@ CLASSES = {
     "speech.WavLMAttention": "wavlm.WavLMAttention",
     "speech.WavLMEncoder": "wavlm.WavLMEncoder wavlm.WavLMEncoderStableLayerNorm",
     "t5.BucketedAttention": "t5.T5Attention mt5.MT5Attention longt5.LongT5Attention pop2piano.Pop2PianoAttention "
-    "switch_transformers.SwitchTransformersAttention",
+    "switch_transformers.SwitchTransformersAttention pix2struct.Pix2StructTextAttention",
     "t5.LocalAttention": "longt5.LongT5LocalAttention",
     "t5.MPNetEncoder": "mpnet.MPNetEncoder",
     "t5.MPNetSelfAttention": "mpnet.MPNetSelfAttention",
-    "t5.Pix2StructAttention": "pix2struct.Pix2StructTextAttention",
     "t5.UMT5Attention": "umt5.UMT5Attention",
 }
 """By our class, ``module.Class`` in this folder, the stock classes in whose place it is, ``folder.Class`` of transformers."""

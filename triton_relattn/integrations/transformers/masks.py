@@ -32,8 +32,9 @@ except ImportError:  # before transformers 5.2
 
 from ..calls import is_graph
 from ..compact import STOCK_READS, Compact
+from ..replacement import IMPLEMENTATION
 
-PADDING, PADDING_IF_THAT_IS_ALL = "triton_relattn_padding", "triton_relattn"
+PADDING, PADDING_IF_THAT_IS_ALL = "triton_relattn_padding", "triton_relattn_padding_if_that_is_all"
 SHOWN, HIDDEN = "triton_relattn_shown", "triton_relattn_hidden"
 """Names of the functions below for transformers, in place of an attention implementation's."""
 COLLECTS = _active_collector is not None
@@ -51,9 +52,10 @@ STOCK_READS.append(collects_weights)
 
 
 def stock_mask(arguments: dict[str, Any]) -> Any:
-    """Return the mask that the stock encoder has."""
+    """Return the mask that the stock encoder has; where the config names ours, that of eager attention."""
     config = arguments["config"]
     name = getattr(config, "stock", config)._attn_implementation
+    name = "eager" if name == IMPLEMENTATION else name
     return ALL_MASK_ATTENTION_FUNCTIONS[name](**arguments)
 
 

@@ -5,159 +5,108 @@ Transient-global attention of LongT5's encoder stays stock.
 
 from __future__ import annotations
 
+import importlib
 import inspect
-import sys
+import types
 from typing import Any
 
 import torch
-from transformers.cache_utils import EncoderDecoderCache
 from transformers.models.longt5.modeling_longt5 import _get_local_attention_mask
 
 from ... import tables
 from ...positions import RelativePositions
 from ..calls import is_graph
-from ..compact import Compact, rows, to_dense
+from ..compact import Compact, rows
+from ..libraries import with_globals
 from ..operators import drop_probability, fused_relative_attention, join_heads, split_heads
+from ..replacement import IMPLEMENTATION
 from . import masks
-from .base import Attention, Encoder, additive_mask, causal_attention, first_position, hides_future
+from .base import Attention, Encoder, additive_mask
+from .door import ThroughTheDoor, serve
 
 LONGEST = 500
 """Positions that are compared at most."""
 
 
-class BucketedAttention(Attention):
+class BucketedAttention(ThroughTheDoor):
     """q_i . k_j + b[bucket(j - i)], not scaled; in cross attention q_i . k_j alone.
 
     The first layer makes b, biases (H, R) of distances up to relative_attention_max_distance, beyond which they do not change,
-    and passes it on to the others. Stock layers pass on (1, H, Nq, Nk), with the mask added to it before transformers 5.21.
+    and passes it on to the others, where stock layers pass on (1, H, Nq, Nk). UMT5 has biases in each layer.
     """
 
-    projections = ("q", "k", "v", "o")
-    small = ("position_bias",)
+    takes_bias = True
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        key_value_states: torch.Tensor | None = None,
-        position_bias: torch.Tensor | None = None,
-        cache: Any = None,
-        is_causal: bool | None = None,
-    ) -> tuple[Any, ...]:
-        """hidden_states (B, Nq, C); key_value_states (B, Nk, C) of an encoder, for cross attention; position_bias (H, R)."""
-        project_query, _, _, project_out = (getattr(self, name) for name in self.projections)
-        query = split_heads(project_query(hidden_states), self.key_value_proj_dim)
-        offset = first_position(cache, self.layer_idx)
-        key, value = self.keys_and_values(hidden_states, key_value_states, cache)
-        passed_on = position_bias
-        if position_bias is None and self.has_relative_attention_bias:
-            position_bias = self.bias_table(hidden_states.device)
-            passed_on = self.small_bias(position_bias, query.shape[2], key.shape[2], offset)
-        options: dict[str, Any] = {"scale": getattr(self, "scaling", 1.0), "dropout_p": self.dropout if self.training else 0.0}
-        if position_bias is not None:
-            options |= {"rel_bias": position_bias, "positions": self.positions(), "query_offset": offset}
-        if sees_the_past(self, key_value_states):
-            options["is_causal"] = hides_future(mask, is_causal, getattr(self, "config", None))
-            out: Any = causal_attention(query, key, value, mask, **options)
-        else:
-            out = fused_relative_attention(query, key, value, attn_mask=additive_mask(mask, query.dtype), **options)
-        outputs = project_out(join_heads(out)), passed_on, None
-        return outputs[:2] if adds_mask_to_bias(self) else outputs
-
-    def keys_and_values(self, states: torch.Tensor, others: torch.Tensor | None, cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values (B, H, Nk, D): of own states and the cache, or in cross attention of others."""
-        has_both = isinstance(cache, EncoderDecoderCache)
-        if has_both and others is not None and cache.is_updated.get(self.layer_idx):
-            layer = cache.cross_attention_cache.layers[self.layer_idx]
-            return layer.keys, layer.values
-        states = states if others is None else others
-        key, value = (split_heads(getattr(self, name)(states), self.key_value_proj_dim) for name in self.projections[1:3])
-        if cache is None:
-            return key, value
-        if has_both and others is not None:
-            cache.is_updated[self.layer_idx] = True
-        part = cache if not has_both else cache.self_attention_cache if others is None else cache.cross_attention_cache
-        return part.update(key, value, self.layer_idx)  # type: ignore[no-any-return]
-
-    def positions(self) -> RelativePositions:
+    @staticmethod
+    def positions(module: Any) -> RelativePositions:
         """Return the relative positions of the biases. Beyond their ends the bias stays the same, in a decoder for all r > 0."""
-        last = self.relative_attention_max_distance
-        return RelativePositions(-last, 0 if getattr(self, "is_decoder", True) else last)
-
-    def bias_table(self, device: torch.device) -> torch.Tensor:
-        """Return the biases (H, R), a row per position. device: of the input, as weights may be offloaded."""
-        positions, last = self.positions(), self.relative_attention_max_distance
-        distances = torch.arange(positions.first, positions.last + 1, device=device)
-        buckets = tables.t5_buckets(distances, self.relative_attention_num_buckets, last, positions.last > 0)
-        return self.relative_attention_bias(buckets).T  # type: ignore[no-any-return]
-
-    def small_bias(self, table: torch.Tensor, queries: int, keys: int, offset: Any) -> Any:
-        """Return biases (H, R) for the next layer, of which stock layers make (1, H, Nq, Nk)."""
-        positions = self.positions()
-        return Compact.of(table, lambda small: rows(small, positions, queries, keys, offset)[None])
-
-    def passed_on(self, result: Any, given: dict[str, Any]) -> Any:
-        if given.get("position_bias") is None:
-            return (result[0], with_mask(self, result[1], given.get("mask")), *result[2:])
-        return result
+        last = module.relative_attention_max_distance
+        return RelativePositions(-last, 0 if getattr(module, "is_decoder", True) else last)
 
     @property
     def longest(self) -> int:
         return min(self.relative_attention_max_distance, LONGEST) + 10
 
-    mask_name, takes_bias = "mask", True
-
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
-        states = torch.randn(batch, length, self.d_model if hasattr(self, "d_model") else self.hidden_size)
-        mask = masks.example(getattr(self, "config", None), batch, length, real, is_causal=sees_the_past(self))
-        given = {"hidden_states": states, self.mask_name: mask}
-        if "cache_position" in inspect.signature(type(self).forward).parameters:  # before transformers 5.4
-            given["cache_position"] = torch.arange(length)
+        mask = masks.example(self.config, batch, length, real, is_causal=self.is_causal, name=IMPLEMENTATION)
+        states = torch.randn(batch, length, getattr(self, "d_model", None) or self.hidden_size)
+        given = {"hidden_states": states, "mask" if self.takes_bias else "attention_mask": mask}
         if self.takes_bias and not self.has_relative_attention_bias:
-            table = torch.randn(self.n_heads, self.positions().num_rows)
-            given["position_bias"] = with_mask(self, self.small_bias(table, length, length, 0), mask)
+            positions = BucketedAttention.positions(self)
+            table = torch.randn(self.n_heads, positions.num_rows)
+            given["position_bias"] = Compact.of(table, lambda small: rows(small, positions, length, length)[None])
         return given
 
 
-def adds_mask_to_bias(module: Any) -> bool:
-    """Return whether stock layers pass on biases to which the mask is added, and no weights: before transformers 5.21."""
-    return not hasattr(sys.modules[type(module).__module__], "eager_attention_forward")
-
-
-def sees_the_past(module: Any, others: Any = None) -> bool:
-    """Return whether attention is causal: before transformers 5.21 that of decoders to their own states, without an attribute."""
-    return getattr(module, "is_causal", getattr(module, "is_decoder", True) and others is None)  # type: ignore[no-any-return]
-
-
-def with_mask(module: Any, bias: Any, mask: Any) -> Any:
-    """Return what layers pass on, to which those of older versions add the mask."""
-    if mask is None or not isinstance(bias, Compact) or not adds_mask_to_bias(module):
-        return bias
-    return Compact.of(bias.small, lambda small: bias.changed(small).dense() + to_dense(mask)[..., : bias.shape[-1]])
-
-
-class Pix2StructAttention(BucketedAttention):
-    projections = ("query", "key", "value", "output")
-
-
 class UMT5Attention(BucketedAttention):
-    """Each layer has biases of its own."""
+    takes_bias = False
 
-    mask_name, takes_bias = "attention_mask", False
 
-    def forward(  # type: ignore[override]
-        self,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | None = None,
-        cache: Any = None,
-        attention_mask: torch.Tensor | None = None,
-        is_causal: bool | None = None,
-    ) -> tuple[torch.Tensor, None]:
-        """hidden_states (B, Nq, C); encoder_hidden_states (B, Nk, C), for cross attention."""
-        return super().forward(hidden_states, attention_mask, encoder_hidden_states, None, cache, is_causal)[0], None
+def bias_table(module: Any, positions: RelativePositions, device: torch.device | None) -> torch.Tensor:
+    """Return the biases (H, R), a row per position. device: of the input, as weights may be offloaded."""
+    table = module.relative_attention_bias
+    distances = torch.arange(positions.first, positions.last + 1, device=table.weight.device if device is None else device)
+    last, is_full = module.relative_attention_max_distance, positions.last > 0
+    return table(tables.t5_buckets(distances, module.relative_attention_num_buckets, last, is_full)).T  # type: ignore[no-any-return]
 
-    def passed_on(self, result: Any, given: dict[str, Any]) -> Any:
-        return result
+
+def small_bias(stock: Any) -> Any:
+    """Return a function that makes a table (H, R) in place of a bias (1, H, Nq, Nk)."""
+
+    def compute_bias(module: Any, query_length: int, key_length: int, device: Any = None, past_seen_tokens: Any = 0) -> Any:
+        if not isinstance(past_seen_tokens, int) or past_seen_tokens + query_length != key_length:
+            return stock(module, query_length, key_length, device, past_seen_tokens)  # a static cache has keys to come
+        positions = BucketedAttention.positions(module)
+        table = bias_table(module, positions, device)
+        return Compact.of(table, lambda small: rows(small, positions, query_length, key_length, past_seen_tokens)[None])
+
+    return compute_bias
+
+
+def without_zeros(stock: Any) -> Any:
+    """Return a forward in which the bias of cross attention, zeros (1, H, Nq, Nk), is (1, H, 1, 1)."""
+
+    def zeros(size: tuple[int, ...], **options: Any) -> Any:
+        return Compact.of(torch.zeros((*size[:2], 1, 1), **options), lambda small: small.expand(size))
+
+    forward = with_globals(inspect.unwrap(stock), torch=types.SimpleNamespace(**{**vars(torch), "zeros": zeros}))
+
+    def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if "past_key_values" in kwargs:  # an old name, which the stock forward warns about
+            return stock(module, *args, **kwargs)
+        return forward(module, *args, **kwargs)
+
+    return run
+
+
+BUCKETED = (
+    "t5.T5 mt5.MT5 switch_transformers.SwitchTransformers pop2piano.Pop2Piano longt5.LongT5 umt5.UMT5 pix2struct.Pix2StructText"
+)
+for folder, prefix in (name.split(".") for name in BUCKETED.split()):
+    stock = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+    ours = UMT5Attention if folder == "umt5" else BucketedAttention
+    model_type = "pix2struct_text_model" if folder == "pix2struct" else folder
+    serve(getattr(stock, f"{prefix}Attention"), ours, model_type, forward=without_zeros, compute_bias=small_bias)
 
 
 class LocalAttention(Attention):
@@ -174,7 +123,7 @@ class LocalAttention(Attention):
         """hidden_states (B, N, C), position_bias (H, R), mask bool (B, 1, blocks, size, 3 * size)."""
         passed_on, positions = position_bias, self.positions()
         if position_bias is None and self.has_relative_attention_bias:
-            position_bias = BucketedAttention.bias_table(self, hidden_states.device)  # type: ignore[arg-type]
+            position_bias = bias_table(self, positions, hidden_states.device)
             passed_on = self.small_bias(position_bias, mask)
         real = mask[:, 0].diagonal(self.block_len, dim1=-2, dim2=-1).flatten(1)  # a frame that is not padding sees itself
         out: Any = fused_relative_attention(

@@ -1,0 +1,349 @@
+"""transformers' own door: ``model.set_attn_implementation("triton_relattn")``.
+
+Classes and forwards stay the stock ones. A model's config names the implementation of attention, and transformers looks two
+functions up by that name: :func:`mask` and :func:`attention`. A stock function that makes a dense bias (B, H, Nq, Nk) before
+attention gives its place to one of ours (:func:`serve`), which makes the operator's arguments instead: a Compact table that T5's
+layers pass on, or a :class:`Term`. Ours runs where the config names us; in all other models the stock function does.
+
+Each module is compared once, by ``enable`` or in its first call: the stock forward with eager attention, and with ours. A module
+that differs has eager attention from then on, as have calls that ask for attention weights, graphs (torch.export, ONNX) and,
+on a CPU, calls with few scores. Whatever small form such a call got is made dense, so nothing else has to know who computes.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..._core.warn import warn_once
+from ...positions import RelativePositions
+from ..calls import CALLS, is_graph, judge
+from ..compact import Compact, are_plain, rows, to_dense
+from ..comparison import Refused, compare, first_line
+from ..in_place import MASKS, num_heads
+from ..libraries import installed_version
+from ..operators import fused_relative_attention
+from ..replacement import CHECKED, HARMLESS, IMPLEMENTATION, Replacement, is_switched
+from .base import Attention, additive_mask, wants_weights
+from .masks import real_keys, stock_mask, with_dense
+
+SERVED: dict[type, Comparison] = {}
+"""The stock classes that go through the door, and the two ways to compute their forwards, to compare them."""
+SHADOWS: dict[type, type] = {}
+"""By stock class, the class of its instances that are compared, which are in SERVED as well."""
+MODEL_TYPES: set[str] = set()
+"""Of the configs for whose models masks are small."""
+
+
+@dataclass
+class Checked:
+    """That a module was compared; in its attribute ``CHECKED``. Its file has to be imported to load a pickle of it.
+
+    reason: why attention is eager's; nothing if ours computes the same. before: the implementation that ``disable`` puts back.
+    """
+
+    reason: str = ""
+    before: str = "sdpa"
+
+
+class Term(NamedTuple):
+    """A relative term that is not computed yet. ours: returns the query and the operator's arguments; stock: the query and the
+    dense bias. Both take the arguments of the stock function."""
+
+    ours: Callable[..., Any]
+    stock: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+
+def is_ours(module: Any) -> bool:
+    """Return whether ours computes attention of a module; before its first call it is compared."""
+    if not is_switched(module) or type(module) not in SERVED or is_graph() or wants_weights(module):
+        return False
+    checked = vars(module).get(CHECKED)
+    return not (_check(module) if checked is None else checked).reason
+
+
+@torch.compiler.disable(reason="triton_relattn compares a module before its first call: run the model once, or enable() it")
+def _check(module: Any) -> Checked:
+    """Compare a module, and keep what was found."""
+    checked, name = Checked(), type(module).__qualname__
+    try:
+        replacement = SERVED[type(module)]
+        compare(module, replacement.ours, replacement if replacement.is_known else None)
+        replacement.is_known = True
+    except Exception as error:  # a module of the user may raise anything
+        checked.reason = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {first_line(error)}"
+        warn_once(name, f"triton_relattn: attention of {name} stays eager's: {checked.reason}", 5, UserWarning)
+    vars(module)[CHECKED] = checked
+    return checked
+
+
+def attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    position_bias: Any = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute attention of a module: query (B, H, Nq, D), key and value (B, H, Nk, D); returns (B, Nq, H, D), and no weights.
+
+    position_bias: a Term; a table (H, R), Compact or, under torch.compile, plain; or dense, which is eager's unless it is the
+    same for all keys. attention_mask: what mask() returns, or a user's own, which says all that is hidden.
+    """
+    is_causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
+    given, small = {"scaling": scaling, "dropout": dropout, **kwargs}, _small(position_bias)
+    queries, keys = query.shape[2], key.shape[2]
+    term: dict[str, Any] = {}
+    # No model of transformers passes on None where the future is hidden, but for a graph, in which masks are plain.
+    is_unclear = attention_mask is None and is_causal and not are_plain()
+    is_trained = isinstance(attention_mask, torch.Tensor) and attention_mask.requires_grad
+    if is_unclear or is_trained or kwargs.get("output_attentions") or _is_dense(small):
+        return _by_stock(module, query, key, value, attention_mask, position_bias, is_causal, given)
+    if not is_ours(module) or _has_few(module, query, key):
+        return _by_stock(module, query, key, value, attention_mask, position_bias, is_causal, given)
+    if isinstance(position_bias, Term):
+        query, term = position_bias.ours(module, query, key, *position_bias.arguments)
+    elif small is not None and small.dim() == 2:
+        term = {"rel_bias": small, "positions": SERVED[type(module)].ours.positions(module), "query_offset": keys - queries}
+    if isinstance(attention_mask, Keys) and not attention_mask.is_written:
+        is_causal, attention_mask = isinstance(attention_mask, CausalKeys), attention_mask.small
+    elif attention_mask is not None:
+        is_causal = False
+    if is_causal:
+        term |= {"is_causal": True, "query_offset": keys - queries}
+    else:
+        attention_mask = additive_mask(attention_mask, query.dtype)
+    options = {"attn_mask": attention_mask, "dropout_p": dropout, "scale": scaling, **term}
+    return fused_relative_attention(query, key, value, **options).transpose(1, 2), None
+
+
+def _small(position_bias: Any) -> Any:
+    """Return a bias as small as it is known."""
+    return position_bias.small if isinstance(position_bias, Compact) and not position_bias.is_written else position_bias
+
+
+def _is_dense(position_bias: Any) -> bool:
+    """Return whether a bias is neither a Term, nor a table, nor the same for all keys, which has no effect."""
+    return isinstance(position_bias, torch.Tensor) and position_bias.dim() > 2 and position_bias.shape[-1] > 1
+
+
+def _has_few(module: Any, query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Return whether eager attention is faster."""
+    if torch.compiler.is_compiling() or query.device.type != "cpu":
+        return False
+    fewest = getattr(module, "fewest", ThroughTheDoor.fewest)  # that of a shadow is 0
+    return bool(query.shape[:3].numel() * key.shape[2] < fewest)
+
+
+def _by_stock(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Any,
+    position_bias: Any,
+    is_causal: bool,
+    given: dict[str, Any],
+) -> Any:
+    """Compute attention as eager, and as before enable without a mask; that of modules without a term of ours as sdpa."""
+    eager = [getattr(sys.modules[base.__module__], "eager_attention_forward", None) for base in type(module).__mro__]
+    checked, wants = vars(module).get(CHECKED), given.get("output_attentions") or wants_weights(module)
+    is_unclear = mask is None and is_causal and not wants  # eager sees all keys, and all other implementations hide the future
+    is_eager = wants or (type(module) in SERVED and not (is_unclear and getattr(checked, "before", "sdpa") != "eager"))
+    function = next(filter(None, eager), None) if is_eager else None
+    if type(module) not in SERVED and (position_bias is not None or module.config.model_type not in MODEL_TYPES):
+        text = f"{type(module).__qualname__} has no relative attention that is served by attn_implementation={IMPLEMENTATION!r}"
+        warn_once(
+            text, f"triton_relattn: {text}; it runs as sdpa. triton_relattn.enable(model) knows more classes", 4, UserWarning
+        )
+    queries, keys = query.shape[2], key.shape[2]
+    if isinstance(position_bias, Term):
+        query, position_bias = position_bias.stock(module, query, key, *position_bias.arguments)
+    elif isinstance(position_bias, Compact):
+        position_bias = to_dense(position_bias)
+    elif position_bias is not None and position_bias.dim() == 2:
+        position_bias = rows(position_bias, SERVED[type(module)].ours.positions(module), queries, keys, keys - queries)[None]
+    mask = to_dense(mask)
+    if function is None:
+        function, given["is_causal"] = ALL_ATTENTION_FUNCTIONS["sdpa"], is_causal
+    elif (mask := additive_mask(mask, query.dtype)) is not None:
+        mask = mask.to(query.dtype)
+    bias = {} if position_bias is None else {"position_bias": position_bias}
+    return function(module, query, key, value, mask, **given, **bias)
+
+
+class Keys(Compact):
+    """Which keys are no padding (B, 1, 1, Nk), bool, of which a layer may take the first ones."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__getitem__ and isinstance(args[0], Keys) and not args[0].is_written:
+            mask, index = args
+            everything = isinstance(index, tuple) and len(index) == 4 and all(part == slice(None) for part in index[:3])
+            if everything and isinstance(index[3], slice):
+                small = None if mask.small is None else mask.small[index]
+                return cls.of(small, lambda _: mask.dense()[index])
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class CausalKeys(Keys):
+    """The same where all later keys are hidden as well."""
+
+
+def mask(**arguments: Any) -> Any:
+    """Return which keys are no padding: Keys, CausalKeys, or, under torch.compile, plain (B, 1, 1, Nk) or None if all are.
+
+    Whatever else is hidden (packed sequences, a user's mask functions, keys to come of a static cache) gives the mask
+    (B, 1, Nq, Nk) of sdpa, as does padding in causal attention under torch.compile, where a plain mask says all that is hidden.
+    """
+    if arguments["config"].model_type not in MODEL_TYPES:
+        return sdpa_mask(**arguments)
+    if is_graph():
+        return stock_mask(arguments)
+    function, real = arguments["mask_function"], real_keys(arguments)
+    if function is bidirectional_mask_function:
+        return None if real is None else with_dense(Keys, real, arguments)
+    sizes = [arguments[name] for name in ("q_offset", "q_length", "kv_offset", "kv_length")]
+    ends_together = not isinstance(sizes[0], torch.Tensor) and sizes[0] + sizes[1] == sizes[2] + sizes[3]
+    if function is not causal_mask_function or not ends_together or (real is not None and are_plain()):
+        return sdpa_mask(**{**arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+    return with_dense(CausalKeys, real, arguments)
+
+
+AttentionInterface.register(IMPLEMENTATION, attention)
+AttentionMaskInterface.register(IMPLEMENTATION, mask)
+
+
+class Comparison(Replacement):
+    """A stock forward with attention of ours; what it is given stays as it is. is_known: whether a module of the class was
+    compared in full, so that others are in part, as in enable."""
+
+    is_known = False
+
+    def run(self, module: Any, given: dict[str, Any]) -> Any:
+        return _with_implementation(module, IMPLEMENTATION)(**given)
+
+
+def _with_implementation(module: Any, name: str) -> Any:
+    """Give a shadow of a module another implementation; its own calls are not compared."""
+    vars(module).pop(CALLS, None)
+    module.config = copy.copy(module.config)
+    module.config._attn_implementation = name
+    return module
+
+
+class ThroughTheDoor(Attention):
+    """How to compare a class that goes through the door: its stock forward with eager attention, and with ours."""
+
+    is_switched = True
+
+    def forward(self, **given: Any) -> Any:
+        """The stock forward's."""
+
+    @staticmethod
+    def positions(module: Any) -> RelativePositions:
+        """Return the relative positions of a table (H, R) that layers pass on."""
+        raise NotImplementedError
+
+    @staticmethod
+    def why_not(module: Any) -> str:
+        if type(module) in SERVED:
+            return ""
+        return f"transformers {installed_version('transformers')} is too old: this class is served from 5.21 on"
+
+    @staticmethod
+    def stock_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        return _with_implementation(module, "eager")(*args, **kwargs)
+
+    @classmethod
+    def candidates(cls, module: Any, model: Any) -> Any:
+        yield "", lambda: SERVED[type(module)]
+
+    @classmethod
+    def prepare_model(cls, model: Any) -> None:
+        """Give a shadow of a module a class with these methods, and have ours compute its short calls as well."""
+        _with_implementation(model, "eager").__class__ = SHADOWS[type(model)]
+        vars(model)[CHECKED] = Checked()
+
+    @staticmethod
+    def pairs(module: Any, hidden_states: torch.Tensor, **given: Any) -> int:  # type: ignore[override]
+        others = given.get("key_value_states", given.get("encoder_hidden_states"))
+        queries = hidden_states.shape[1]
+        return len(hidden_states) * num_heads(module) * queries * (queries if others is None else others.shape[1])
+
+    @staticmethod
+    def switch(module: Any) -> None:
+        """Have the model of a module, which was compared, compute attention by ours."""
+        vars(module)[CHECKED] = Checked(before="sdpa" if is_switched(module) else module.config._attn_implementation or "eager")
+        module.config._attn_implementation = IMPLEMENTATION
+
+
+def serve(stock: Any, ours: type[ThroughTheDoor], model_type: str, forward: Any = None, **functions: Any) -> None:
+    """Let a stock class go through the door.
+
+    functions: by the name of a stock function, of the class or of its file, what makes ours of it. forward: the same for the
+    class's forward. Older versions of transformers do not have all of them, and their class is refused by enable.
+    """
+    file = sys.modules[stock.__module__]
+    owners = {name: stock if hasattr(stock, name) else file for name in functions}
+    if not hasattr(file, "eager_attention_forward") or not all(hasattr(owner, name) for name, owner in owners.items()):
+        return
+    for name, owner in owners.items():
+        setattr(owner, name, _either(getattr(owner, name), functions[name](getattr(owner, name))))
+    parameters = inspect.signature(stock.forward).parameters.values()
+    names = {item.name: item.name for item in list(parameters)[1:] if item.kind is not item.VAR_KEYWORD}
+    mask = next(name for name in MASKS if name in names)
+    replacement = Comparison(stock, ours, ours.forward, names, harmless=HARMLESS - names.keys(), mask=mask)
+    stock.forward = _forward(replacement, stock.forward, forward(stock.forward) if forward else stock.forward)
+    attributes = {"forward": stock.forward, "fewest": 0, "__module__": stock.__module__}
+    SHADOWS[stock] = type(stock.__name__, (ours, stock), attributes)
+    SERVED[stock] = SERVED[SHADOWS[stock]] = replacement
+    MODEL_TYPES.add(model_type)
+
+
+def _either(stock: Any, ours: Any) -> Any:
+    """Return a function that is ours where a module's attention is, and the stock function elsewhere."""
+
+    @functools.wraps(stock)
+    def either(module: Any, *args: Any, **kwargs: Any) -> Any:
+        return ours(module, *args, **kwargs) if is_ours(module) else stock(module, *args, **kwargs)
+
+    return either
+
+
+def _forward(replacement: Comparison, stock: Any, ours: Any) -> Any:
+    """Return the forward of a class: in calls that enable was asked to check, both ways run on copies before."""
+    either = _either(stock, ours)
+
+    @functools.wraps(stock)
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        record = vars(module).get(CALLS)
+        if record is not None and record.is_checked and not torch.compiler.is_compiling() and is_ours(module):
+            given = replacement.bind(args, kwargs)
+            pairs = replacement.ours.pairs(module, **given)
+            verdict = judge(replacement, module, args, kwargs, pairs)
+            if verdict.differs:
+                vars(module)[CHECKED].reason = verdict.text
+                about = (
+                    f"{type(module).__qualname__} differs from the stock forward in this call and uses its own attention again"
+                )
+                warnings.warn(f"triton_relattn: {about}: {verdict.text}", stacklevel=3)
+        return either(module, *args, **kwargs)
+
+    return forward
