@@ -24,6 +24,7 @@ pytest.importorskip("transformers")
 from tests.cpu import stock
 from tests.cpu.models import (
     PADDED,
+    THROUGH_THE_DOOR,
     assert_same,
     build,
     counted,
@@ -43,8 +44,6 @@ from triton_relattn.integrations.transformers import door
 
 # Parts that are plain modules, an encoder that asks for masks, one with a forward of its own, two stacks, a class of no library.
 SUBJECTS = ("wav2vec2_bert", "inkling", "parakeet", "t5", "toy")
-THROUGH_THE_DOOR = ("wav2vec2_bert", "t5")
-"""Those that keep their classes: their configs name our attention implementation."""
 every_subject = pytest.mark.parametrize("name", SUBJECTS)
 
 

@@ -104,8 +104,8 @@ def argument_name(function: Any, name: str) -> str:
 
 def with_globals(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
     """Return function with other values for names of its module, which itself stays as it is."""
-    changed = types.FunctionType(
-        function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__, function.__closure__
-    )
+    others = {**function.__globals__, **names}
+    others.pop("__name__", None)  # by which torch.compile would look names up in the module
+    changed = types.FunctionType(function.__code__, others, function.__name__, function.__defaults__, function.__closure__)
     changed.__kwdefaults__ = function.__kwdefaults__
     return changed

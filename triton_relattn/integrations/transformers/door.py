@@ -70,16 +70,26 @@ def is_ours(module: Any) -> bool:
     """Return whether ours computes attention of a module; before its first call it is compared."""
     if not is_switched(module) or type(module) not in SERVED or is_graph() or wants_weights(module):
         return False
-    checked = vars(module).get(CHECKED)
+    checked: Checked | None = getattr(module, CHECKED, None)
+    if checked is None and torch.compiler.is_compiling():
+        return _say_that_graphs_are_eager()
     return not (_check(module) if checked is None else checked).reason
 
 
-@torch.compiler.disable(reason="triton_relattn compares a module before its first call: run the model once, or enable() it")
+@torch.compiler.assume_constant_result
+def _say_that_graphs_are_eager() -> bool:
+    """Say, while a graph is made, that it has eager attention: forwards cannot be compared meanwhile."""
+    about = (
+        "a graph of modules that were not compared has eager attention. Call the model once before torch.compile, or enable it"
+    )
+    warn_once(about, f"triton_relattn: {about}: triton_relattn.enable(model)", 3, UserWarning)
+    return False
+
+
 def _check(module: Any) -> Checked:
     """Compare a module, and keep what was found."""
-    checked, name = Checked(), type(module).__qualname__
+    checked, name, replacement = Checked(), type(module).__qualname__, SERVED[type(module)]
     try:
-        replacement = SERVED[type(module)]
         compare(module, replacement.ours, replacement if replacement.is_known else None)
         replacement.is_known = True
     except Exception as error:  # a module of the user may raise anything

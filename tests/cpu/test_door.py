@@ -1,0 +1,303 @@
+"""transformers' own door: model.set_attn_implementation("triton_relattn"), without enable."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers
+
+from bench.families import FAMILIES
+from tests.conftest import forget_warnings
+from tests.cpu.models import (
+    PADDED,
+    THROUGH_THE_DOOR,
+    Sizes,
+    arguments,
+    assert_same,
+    build,
+    counted,
+    counting,
+    in_float64,
+    output,
+    results,
+    runs_the_operator,
+    writer,
+)
+from tests.tolerance import assert_near
+from triton_relattn import disable, enable
+from triton_relattn.integrations.transformers import door
+
+NAME = "triton_relattn"
+NAMES = [name for name, family in FAMILIES.items() if family.folder in THROUGH_THE_DOOR]
+LONG = 53
+"""Longer than any width of the small models."""
+
+
+def switched(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    model = build(name, dtype, **changes)
+    for part in model.modules():  # a stack that is no whole model has a config alone
+        if hasattr(part, "config"):
+            part.config._attn_implementation = NAME
+    return model
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_outputs_and_gradients(name: str) -> None:
+    """In float64 with padding, of unchanged classes; no tensor has a number for each pair of positions."""
+    model = build(name, torch.float64)
+    given = arguments(name, model, [LONG, 22], LONG)
+    before = [type(part) for part in model.modules()]
+    counts = counting(name, PADDED)
+    with in_float64():
+        stock = results(model, given, counts)
+        for part in model.modules():
+            if hasattr(part, "config"):
+                part.config._attn_implementation = NAME
+        results(model, given, counts)  # in the first call modules are compared
+        with Sizes() as sizes, warnings.catch_warnings():
+            warnings.simplefilter("error")
+            ours = results(model, given, counts)
+        assert_same(ours, stock)
+    assert sizes.ours and not [shape for shape in sizes.shapes if shape[-2:] == (LONG, LONG) and len(shape) > 2]
+    assert [type(part) for part in model.modules()] == before
+    assert not any(reason for reason in reasons(model)) and list(reasons(model))
+
+
+def reasons(model: Any) -> list[str]:
+    return [vars(part)[door.CHECKED].reason for part in model.modules() if door.CHECKED in vars(part)]
+
+
+@pytest.mark.parametrize("name", ["t5", "wav2vec2_bert"])
+def test_set_attn_implementation(name: str) -> None:
+    model = build(name)
+    given = arguments(name, model, PADDED)
+    expected = output(model, given)
+    model.set_attn_implementation(NAME)
+    assert_near("output", output(model, given), expected)
+    assert runs_the_operator(model, given) and len(disable(copy.deepcopy(model))) == len(reasons(model))
+    model.set_attn_implementation("eager")
+    assert torch.equal(output(model, given), expected) and disable(model) == {}
+    made = type(model)._from_config(copy.deepcopy(model.config), attn_implementation=NAME).eval()
+    made.load_state_dict(model.state_dict())
+    assert_near("from_config", output(made, given), expected)
+    assert runs_the_operator(made, given)
+    assert enable(made) == {}
+
+
+def test_a_module_that_differs_is_eagers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call compares it; a warning says so once, and results are right from the first one on."""
+    model, other = build("t5"), build("t5")
+    given = arguments("t5", model, PADDED)
+    expected = output(model, given)
+    model.set_attn_implementation(NAME)
+    true = door.fused_relative_attention
+    monkeypatch.setattr(door, "fused_relative_attention", lambda *args, **options: 1.001 * true(*args, **options))
+    with pytest.warns(UserWarning, match="attention of T5Attention stays eager's: it computes something else") as caught:
+        assert torch.equal(output(model, given), expected)
+    assert len(caught) == 1 and all(reasons(model)) and not runs_the_operator(model, given)
+    with pytest.raises(RuntimeError, match="no module of T5Model was enabled"):
+        enable(other)
+    assert other.config._attn_implementation == "eager" and torch.equal(output(other, given), expected)
+
+
+@pytest.mark.parametrize("name", ["t5", "pix2struct", "wav2vec2_bert"])
+def test_attention_weights_are_eagers(name: str) -> None:
+    model = build(name)
+    given = arguments(name, model, PADDED)
+    names = ("attentions", "decoder_attentions", "cross_attentions", "encoder_attentions")
+    with torch.no_grad():
+        stock = model(**given, output_attentions=True)
+        model.set_attn_implementation(NAME)
+        ours = model(**given, output_attentions=True)
+    compared = [(getattr(ours, part), getattr(stock, part)) for part in names if getattr(stock, part, None) is not None]
+    assert compared and all(torch.equal(*pair) for group in compared for pair in zip(*group, strict=True))
+    assert runs_the_operator(model, given)
+
+
+@pytest.mark.parametrize("how", ["first", "after a call", "enabled"])
+@pytest.mark.parametrize("name", ["t5", "umt5", "wav2vec2_bert_relative"])
+def test_graphs(name: str, how: str) -> None:
+    """One graph has the operator for all attention, after a call or enable; one of modules that were not compared has eager's,
+    which a warning says."""
+    model = switched(name)
+    given = arguments(name, model, PADDED)
+    expected = output(build(name), given)
+    if how != "first":
+        (enable if how == "enabled" else lambda model: output(model, given))(model)
+    operators: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        operators.extend(str(node.target) for node in graph.graph.nodes if NAME in str(node.target))
+        return graph
+
+    torch._dynamo.reset()
+    forget_warnings()
+    compiled: Any = torch.compile(model, backend=backend, fullgraph=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert_near("output", output(compiled, given), expected)
+    said = [str(warning.message) for warning in caught if "has eager attention" in str(warning.message)]
+    count = len([part for part in model.modules() if type(part) in door.SERVED])
+    assert (len(said), len(operators)) == ((1, 0) if how == "first" else (0, count))
+
+
+def test_an_exported_model_has_stock_attention() -> None:
+    model = switched("wav2vec2_bert")
+    given = arguments("wav2vec2_bert", model, PADDED)
+    expected = output(model, given)
+    program = torch.export.export(model, (), given, strict=False)
+    assert NAME not in str(program.graph)
+    assert_near("output", program.module()(**given)[0], expected)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradients_through_checkpoints(use_reentrant: bool) -> None:
+    """The table that layers pass on has its gradient, as the dense bias has."""
+    model = switched("t5", torch.float64).train()
+    given = arguments("t5", model, PADDED)
+    plain = results(model, given)
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    assert_same(results(model, given), plain)
+    assert plain["encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"].abs().max() > 0
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_generation(cache: str | None) -> None:
+    """Greedy tokens with and without left padding are those of eager attention."""
+    model = writer("t5")
+    torch.manual_seed(1)
+    tokens, mask = torch.randint(1, 50, (2, 12)), torch.ones(2, 12).long()
+    mask[0, :5] = 0
+    options = {"max_new_tokens": 9, "do_sample": False, "cache_implementation": cache, "pad_token_id": 0}
+    stock = [model.generate(tokens, attention_mask=given, **options) for given in (None, mask)]
+    model.set_attn_implementation(NAME)
+    for given, expected in zip((None, mask), stock, strict=True):
+        assert torch.equal(model.generate(tokens, attention_mask=given, **options), expected)
+
+
+def test_masks_of_the_user() -> None:
+    """A mask of four dimensions, also one with a row for all queries, says all that is hidden: a decoder does not add to it."""
+    model = build("t5", torch.float64)
+    given = arguments("t5", model, [LONG, LONG], LONG)
+    visible = torch.rand(2, 1, LONG, LONG) < 0.7
+    for mask in (visible | torch.eye(LONG, dtype=torch.bool), torch.arange(LONG) < torch.tensor([LONG, 22])[:, None, None, None]):
+        added = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, torch.finfo(torch.float64).min)
+        model.set_attn_implementation("eager")
+        expected = output(model, {**given, "decoder_attention_mask": added})
+        model.set_attn_implementation(NAME)
+        for same in (added, mask):
+            assert_near("output", output(model, {**given, "decoder_attention_mask": same}), expected)
+        assert runs_the_operator(model, {**given, "decoder_attention_mask": mask})
+
+
+def test_a_call_of_attention_without_a_mask() -> None:
+    """Eager attention of a decoder sees all keys, others hide the future: as before enable, whatever is_causal says."""
+    for implementation in ("eager", "sdpa"):
+        model = build("t5")
+        model.set_attn_implementation(implementation)
+        parts = [stack.block[0].layer[0].SelfAttention for stack in (model.encoder, model.decoder)]
+        states = torch.randn(1, 4, 32)
+        calls = [(part, given) for part in parts for given in ({}, {"is_causal": True}, {"is_causal": False})]
+        expected = [part(states, **given)[0] for part, given in calls]
+        enable(model)
+        for (part, given), out in zip(calls, expected, strict=True):
+            assert_near("output", part(states, **given)[0], out)
+
+
+def test_models_without_relative_attention_are_sdpas() -> None:
+    config = transformers.BertConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, is_decoder=True
+    )
+    model = transformers.BertModel(config).eval()
+    model.set_attn_implementation("sdpa")
+    given = {"input_ids": torch.randint(1, 50, (2, LONG)), "attention_mask": (torch.arange(LONG) < torch.tensor([[LONG], [22]]))}
+    expected = output(model, given)
+    model.set_attn_implementation(NAME)
+    with pytest.warns(UserWarning, match="BertSelfAttention has no relative attention that is served .*; it runs as sdpa"):
+        assert torch.equal(output(model, given), expected)
+
+
+def test_derived_classes_are_sdpas() -> None:
+    """What a class of the user changes is not known, so its dense bias is not replaced."""
+    model = build("t5", torch.float64)
+    given = arguments("t5", model, PADDED)
+
+    class Doubled(type(model.encoder.block[0].layer[0].SelfAttention)):  # type: ignore[misc]
+        def compute_bias(self, *args: Any, **options: Any) -> torch.Tensor:
+            return 2 * super().compute_bias(*args, **options)
+
+    model.encoder.block[0].layer[0].SelfAttention.__class__ = Doubled
+    expected = output(model, given)
+    model.set_attn_implementation(NAME)
+    with pytest.warns(UserWarning, match="Doubled has no relative attention that is served"):
+        assert_near("output", output(model, given), expected)
+
+
+def test_a_bias_of_the_users() -> None:
+    """A dense bias that a caller passes on, or a function of an instance makes, is eager's."""
+    model = switched("t5", torch.float64)
+    attention, states = model.encoder.block[1].layer[0].SelfAttention, torch.randn(1, 4, 32, dtype=torch.float64)
+    bias = torch.randn(1, 4, 4, 4, dtype=torch.float64, requires_grad=True)
+    out = attention(states, position_bias=bias)[0]
+    out.sum().backward()
+    model.config._attn_implementation = attention.config._attn_implementation = "eager"
+    assert_near("output", out, attention(states, position_bias=bias)[0])
+    assert bias.grad is not None and bias.grad.abs().max() > 0
+
+    first = model.encoder.block[0].layer[0].SelfAttention
+    first.compute_bias = types.MethodType(lambda self, *_, **__: bias.detach(), first)
+    expected = first(states)[0]
+    first.config._attn_implementation = NAME
+    assert_near("its own", first(states)[0], expected)
+
+
+def test_files_of_a_model_load_in_a_new_process(tmp_path: Path) -> None:
+    """A pickle imports what registers the implementation."""
+    model = switched("t5")
+    given = arguments("t5", model, PADDED)
+    expected = output(model, given)
+    (tmp_path / "model").write_bytes(pickle.dumps((model, given, expected)))
+    text = """if True:
+        import pickle, sys, torch
+        model, given, expected = pickle.load(open(sys.argv[1], "rb"))
+        with torch.no_grad():
+            assert (model(**given)[0] - expected).abs().max() < 1e-5
+    """
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", text, str(tmp_path / "model")]
+    done = subprocess.run(command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_old_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose attention does not take implementations: enable says which version does."""
+    model = build("t5")
+    monkeypatch.setattr(door, "SERVED", {})
+    with pytest.raises(RuntimeError, match=r"is too old: this class is served from 5\.\d+ on"):
+        enable(model)
+
+
+def test_calls_that_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("wav2vec2_bert")
+    given = arguments("wav2vec2_bert", model, PADDED)
+    expected = output(model, given)
+    report = enable(model, check_calls=True)
+    output(model, given)
+    assert report.calls().compared == 2 and not report.calls().differing
+    true = door.fused_relative_attention
+    monkeypatch.setattr(door, "fused_relative_attention", lambda *args, **options: 1.1 * true(*args, **options))
+    with pytest.warns(UserWarning, match="differs from the stock forward in this call and uses its own attention again"):
+        assert_near("output", counted(output(model, given), None), expected)
