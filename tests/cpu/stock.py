@@ -72,7 +72,7 @@ class SpeechBlock(nn.Module):
 
 class ConformerAttention(nn.Module):
     """ESPnet's attention as copied into a project. legacy: its older shift, with N rows, which wraps around to rows of other
-    queries. future_first: the order of SPIRAL's rows. casts: positions may have another dtype than the weights, as in GigaAM."""
+    queries. casts: positions may have another dtype than the weights, as in GigaAM."""
 
     def __init__(
         self,
@@ -82,12 +82,11 @@ class ConformerAttention(nn.Module):
         legacy: bool = False,
         past: bool = False,
         hides: bool = False,
-        future_first: bool = False,
         casts: bool = False,
     ) -> None:
         super().__init__()
         self.heads, self.legacy, self.past, self.hides = heads, legacy, past, hides
-        self.future_first, self.casts = future_first, casts
+        self.casts = casts
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(width, width) for _ in range(4))
         self.pos_proj = nn.Linear(width, width, bias=False)
         self.u_bias, self.v_bias = (nn.Parameter(torch.randn(heads, width // heads)) for _ in range(2))
@@ -108,7 +107,7 @@ class ConformerAttention(nn.Module):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos_embedding: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
         pos_embedding = pos_embedding.to(self.pos_proj.weight.dtype) if self.casts else pos_embedding
-        p = split_heads(self.pos_proj(pos_embedding.flip(1) if self.future_first else pos_embedding), self.heads)
+        p = split_heads(self.pos_proj(pos_embedding), self.heads)
         term = self.shifted((q + self.v_bias[:, None]) @ p.mT, k.shape[2])
         scores = ((q + self.u_bias[:, None]) @ k.mT + term) / math.sqrt(q.shape[-1])
         hidden = None if mask is None else mask[:, None] if self.hides else mask[:, None] == 0
@@ -407,83 +406,21 @@ class GatedLayers(nn.Module):
 
 
 class MemoryAttention(nn.Module):
-    """Transformer-XL's original layer, sequence first: keys from a memory, biases as arguments, normalisation and residual
-    inside."""
+    """The parts of Transformer-XL's own layer."""
 
-    def __init__(self, width: int = 32, heads: int = 4, pre_lnorm: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.n_head, self.d_head, self.pre_lnorm = heads, width // heads, pre_lnorm
-        self.qkv_net, self.r_net, self.o_net = (nn.Linear(width, size, bias=False) for size in (3 * width, width, width))
-        self.layer_norm, self.drop, self.dropatt = nn.LayerNorm(width), nn.Dropout(0.1), nn.Dropout(0.2)
-
-    def forward(
-        self,
-        w: torch.Tensor,
-        r: torch.Tensor,
-        r_w_bias: torch.Tensor,
-        r_r_bias: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        mems: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        whole = w if mems is None else torch.cat((mems, w))
-        joint = self.qkv_net(self.layer_norm(whole) if self.pre_lnorm else whole)
-        q, k, v = (states.unflatten(-1, (self.n_head, self.d_head)) for states in joint.chunk(3, dim=-1))
-        q, rows = q[-len(w) :], self.r_net(r[:, 0]).unflatten(-1, (self.n_head, self.d_head))
-        terms = torch.einsum("ibnd,jnd->bnij", q + r_r_bias, rows)
-        scores = torch.einsum("ibnd,jbnd->bnij", q + r_w_bias, k) + skewed(terms).reshape(terms.shape)
-        scores = scores / math.sqrt(self.d_head)
-        if attn_mask is not None and attn_mask.any().item():
-            scores = scores.masked_fill(attn_mask.permute(2, 0, 1)[:, None], -math.inf)
-        weights = self.dropatt(scores.permute(2, 3, 0, 1).softmax(1))
-        out = self.drop(self.o_net(torch.einsum("ijbn,jbnd->ibnd", weights, v).flatten(2)))
-        return w + out if self.pre_lnorm else self.layer_norm(w + out)  # type: ignore[no-any-return]
-
-
-NONE = torch.empty(0)
+        self.qkv_net, self.r_net, self.o_net = nn.Linear(8, 24), nn.Linear(8, 8), nn.Linear(8, 8)
 
 
 class LeftRightAttention(nn.Module):
-    """WeNet's class with Shaw's term: different clipping distances to the left and right, and a cache of keys and values."""
+    """Those of WeNet's class with Shaw's term."""
 
-    def __init__(self, width: int = 32, heads: int = 4, left: int = 20, right: int = 8, use_sdpa: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.h, self.use_sdpa, self.dropout_rate = heads, use_sdpa, 0.1
-        self.linear_q, self.linear_k, self.linear_v, self.linear_out = (nn.Linear(width, width) for _ in range(4))
-        self.max_left_rel_pos, self.max_right_rel_pos = left, right
-        self.rel_k_embed, self.dropout = nn.Embedding(left + right + 1, width // heads), nn.Dropout(0.1)
-
-    def forward_qkv(self, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        layers = self.linear_q, self.linear_k, self.linear_v
-        return tuple(split_heads(layer(part), self.h) for layer, part in zip(layers, states, strict=True))
-
-    def _update_kv_and_cache(self, k: torch.Tensor, v: torch.Tensor, cache: Any) -> Any:
-        if self.training:
-            return k, v, cache
-        k, v = (torch.cat((past, own), 2) if past.numel() else own for past, own in zip(cache, (k, v), strict=True))
-        return k, v, (k, v)
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor = NONE,
-        pos_emb: torch.Tensor = NONE,
-        cache: Any = (NONE, NONE),
-    ) -> Any:
-        q, k, v = self.forward_qkv(query, key, value)
-        k, v, cache = self._update_kv_and_cache(k, v, cache)
-        position, width = torch.arange(k.shape[2]), q.shape[-1]
-        row = (position - position[:, None]).clamp(-self.max_left_rel_pos, self.max_right_rel_pos) + self.max_left_rel_pos
-        term = torch.einsum("bhld,lrd->bhlr", q, self.rel_k_embed(row)[-q.shape[2] :])
-        if self.use_sdpa:
-            p = self.dropout_rate if self.training else 0.0
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=(term + mask[:, None]) / math.sqrt(width), dropout_p=p)
-        else:
-            scores = (q @ k.mT + term) / math.sqrt(width)
-            scores = scores.masked_fill(mask[:, None] == 0, -math.inf) if mask.numel() else scores
-            out = self.dropout(scores.softmax(-1)) @ v
-        return self.linear_out(out.transpose(1, 2).flatten(2)), cache
+        self.max_left_rel_pos, self.max_right_rel_pos = 64, 8
+        self.linear_q, self.linear_k, self.linear_v, self.linear_out = (nn.Linear(8, 8) for _ in range(4))
+        self.rel_k_embed = nn.Embedding(73, 4)
 
 
 class WindowAttention(nn.Module):

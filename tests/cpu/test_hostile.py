@@ -28,7 +28,7 @@ import triton_relattn
 from tests.conftest import forget_warnings
 from tests.cpu import stock
 from tests.cpu.models import LENGTH, Sizes, arguments, assert_as_stock, build, counted, output, real
-from tests.cpu.stock import Altered, ShawAttention, StepByStep, enable
+from tests.cpu.stock import Altered, JointMusicAttention, MusicAttention, ShawAttention, StepByStep, enable
 from tests.tolerance import assert_at_most, assert_near
 from triton_relattn import disable
 from triton_relattn.integrations import calls
@@ -248,8 +248,8 @@ STEPS = {
     "enabled_class": "enable",
     "Report": "enable",
     "change_classes": "enable",
-    "Calls": "replacement",
-    "link_encoder": "replacement",
+    "Calls": "enabled",
+    "link_encoder": "enabled",
 }
 """What enable calls, one after the other, and the file that calls it."""
 
@@ -715,3 +715,20 @@ def test_large_calls_are_compared_in_part_or_stock(monkeypatch: pytest.MonkeyPat
     disable(module)
     enable(module, check_calls=False)
     assert_as_stock(module, long, is_ours=True)
+
+
+@pytest.mark.parametrize("kind", [MusicAttention, JointMusicAttention])
+def test_large_calls_with_the_batch_first_or_second(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sequence is compared where sequences are the first dimension; else the call is the stock forward's, which is said."""
+    module: Any = kind().eval()
+    x = torch.randn(*((8, 190) if kind is MusicAttention else (190, 8)), 32)
+    future = torch.ones(190, 190).triu(1) if kind is MusicAttention else torch.full((190, 190), -torch.inf).triu(1)
+    monkeypatch.setattr(calls, "MOST_BYTES", calls.SCORES * 8 * 4 * 300**2)
+    report = enable(module)
+    is_first = kind is MusicAttention
+    given = (x, x, x, future) if is_first else (x, x, x, None, True, future)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected, found = kind.forward(module, *given), module(*given)
+    assert_near("output", *((out if isinstance(out, torch.Tensor) else out[0]) for out in (found, expected)))
+    assert report.calls().compared == is_first and sum(report.calls().not_compared.values()) == (not is_first)

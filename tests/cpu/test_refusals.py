@@ -207,6 +207,19 @@ def test_recognised_and_not_replaced() -> None:
         report.eval()
 
 
+@pytest.mark.parametrize(
+    ("module", "advice"),
+    [
+        (stock.MemoryAttention, "tables.fold_transformer_xl"),
+        (stock.LeftRightAttention, "positions=RelativePositions(-max_left_rel_pos, max_right_rel_pos)"),
+        (stock.BucketAttention, "tables.t5_buckets"),
+    ],
+)
+def test_kinds_of_one_user(module: Any, advice: str) -> None:
+    """They are named, with the call that computes them."""
+    assert advice in refusal(module())
+
+
 SMALL: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 STOCK_ALONE: dict[str, tuple[str, dict[str, Any], str]] = {
     "layoutlmv3": (

@@ -45,10 +45,6 @@ def conformer(hides: bool = False, rows: int = 2 * LENGTH - 1) -> tuple[Any, ...
     return x, x, x, states(1, rows, WIDTH), ~mask if hides else mask
 
 
-def hidden_keys() -> torch.Tensor:
-    return torch.zeros(16, 1, 1, LENGTH).masked_fill(~padding()[:, None, None], -1e30)
-
-
 def music(mask: torch.Tensor) -> tuple[Any, ...]:
     x = states(8, LENGTH, WIDTH)
     return x, x, x, mask
@@ -64,24 +60,12 @@ def gated() -> tuple[Any, ...]:
     return x, x, x, ~padding(8), False
 
 
-def behind_memory(past: int = 40) -> tuple[Any, ...]:
-    hidden = torch.ones(LENGTH, past + LENGTH, dtype=torch.bool).triu(1 + past)
-    biases = states(4, WIDTH // 4), states(4, WIDTH // 4)
-    return states(LENGTH, 8, WIDTH), states(past + LENGTH, 1, WIDTH), *biases, hidden[..., None], states(past, 8, WIDTH)
-
-
-def left_right(added: bool) -> tuple[Any, ...]:
-    x, visible = states(8, LENGTH, WIDTH), padding(8)[:, None]
-    return x, x, x, torch.zeros(visible.shape).masked_fill(~visible, -1e10) if added else visible
-
-
 EQUAL: dict[str, tuple[Callable[[], Any], Callable[[], tuple[Any, ...]]]] = {
     "vits": (stock.SpeechBlock, speech),
     "vits, tables per head": (lambda: stock.SpeechBlock(shared=False), lambda: speech(masked=False)),
     "espnet": (stock.ConformerAttention, conformer),
     "espnet, mask hides": (lambda: stock.ConformerAttention(hides=True), lambda: conformer(hides=True)),
     "espnet, past": (lambda: stock.ConformerAttention(past=True), conformer),
-    "espnet, rows from the future to the past": (lambda: stock.ConformerAttention(future_first=True), conformer),
     "espnet, legacy shift, past": (lambda: stock.ConformerAttention(legacy=True, past=True), lambda: conformer(rows=LENGTH)),
     "sam": (stock.GridAttention, lambda: (states(16, *GRID, WIDTH),)),
     "shaw": (stock.ShawAttention, lambda: (states(*LONG), padding())),
@@ -91,12 +75,6 @@ EQUAL: dict[str, tuple[Callable[[], Any], Callable[[], tuple[Any, ...]]]] = {
     "music": (stock.MusicAttention, lambda: music(torch.ones(LENGTH, LENGTH).triu(1))),
     "music, joint": (stock.JointMusicAttention, joint_music),
     "wavlm": (stock.GatedAttention, gated),
-    "transformer-xl": (stock.MemoryAttention, behind_memory),
-    "transformer-xl, norm first": (lambda: stock.MemoryAttention(pre_lnorm=True), behind_memory),
-    "wenet": (stock.LeftRightAttention, lambda: left_right(added=False)),
-    "wenet, added": (lambda: stock.LeftRightAttention(use_sdpa=True), lambda: left_right(added=True)),
-    "t5": (stock.BucketAttention, lambda: (0.2 * states(*LONG), hidden_keys())),
-    "t5, past": (lambda: stock.BucketAttention(causal_buckets=True), lambda: (0.2 * states(*LONG),)),
 }
 """Modules that the operator computes, and their arguments."""
 
@@ -132,7 +110,7 @@ def test_equal_modules_are_replaced(name: str) -> None:
     assert_same(ours, expected)
     pairs = GRID[0] * GRID[1] if name == "sam" else LENGTH
     assert sizes.ours and dense.squares(pairs)
-    # The calls of the Music Transformer and Transformer-XL have a mask (Nq, Nk).
+    # The calls of the Music Transformer have a mask (Nq, Nk).
     mask = max((math.prod(value.shape) for value in given[3:] if getattr(value, "dtype", None) == torch.bool), default=0)
     per_head = [shape for shape in sizes.squares(pairs) if math.prod(shape) > max(mask, pairs**2 * ("music" in name))]
     assert not per_head or name == "vits"  # its mask covers all pairs
@@ -251,8 +229,7 @@ def test_calls_that_were_not_compared_are_the_stock_class_s() -> None:
     vits, (signal, _, _) = made("vits")
     shaw, (x, _) = made("shaw")
     espnet, given = made("espnet")
-    t5, (hidden, mask) = made("t5")
-    for module in (vits, shaw, espnet, t5):
+    for module in (vits, shaw, espnet):
         enable(module)
     assert_as_stock(shaw, x[:, :-1], is_ours=False)
     assert_as_stock(vits, signal, signal, torch.rand(2, LENGTH, LENGTH) > 0.3, is_ours=False)  # a mask per head
@@ -260,10 +237,6 @@ def test_calls_that_were_not_compared_are_the_stock_class_s() -> None:
         vits(signal, signal, what=1)
     with pytest.raises(TypeError, match="missing"):
         vits(signal)
-    assert_as_stock(t5, hidden, torch.rand(LENGTH, LENGTH) > 0.3, is_ours=False)  # a boolean mask, which is added
-    trained = mask.double().clamp(min=-1).requires_grad_()
-    t5(hidden, trained).sum().backward()
-    assert trained.grad is not None and trained.grad.any()
     shapes: list[torch.Size] = []
     hook = espnet.dropout.register_forward_hook(lambda _, __, weights: shapes.append(weights.shape))
     espnet(*given)
@@ -292,19 +265,6 @@ def test_layers_that_share_a_bias() -> None:
         disable(module.second)
 
 
-def test_a_cache_of_keys_and_values() -> None:
-    module = stock.LeftRightAttention().double().eval()
-    x, past = states(1, 384, WIDTH), (states(1, 4, 6, 8), states(1, 4, 6, 8))
-    given = x, x, x, torch.ones(1, 1, 390, dtype=torch.bool), torch.empty(0), past
-    expected = module(*given)
-    enable(module)
-    with Sizes() as sizes:
-        found = module(*given)
-    assert sizes.ours
-    assert_near("out", found[0], expected[0])
-    assert all(torch.equal(*pair) for pair in zip(found[1], expected[1], strict=True))
-
-
 def test_a_mask_that_shows_the_future() -> None:
     """The Music Transformer's skew leaves other rows' terms in the future: with a mask that shows it, the stock class runs."""
     module, x = stock.MusicAttention().eval(), torch.randn(4, 257, WIDTH)
@@ -317,10 +277,6 @@ def test_a_mask_that_shows_the_future() -> None:
     hook = module.E.register_forward_hook(lambda _, given, out: 2 * out)  # rows are read, it is not called
     assert_as_stock(module, x, x, x, torch.ones(257, 257).triu(1), is_ours=False)
     hook.remove()
-    module, given = made("transformer-xl")
-    enable(module)
-    given[4][3, 60] = False
-    assert_as_stock(module, *given, is_ours=False)
 
 
 def test_the_report() -> None:
@@ -337,7 +293,7 @@ def test_the_report() -> None:
     assert str(enable(model)) == "all relative attention was enabled before"
 
 
-@pytest.mark.parametrize("name", ["vits", "espnet", "sam", "shaw", "enformer", "music", "t5"])
+@pytest.mark.parametrize("name", ["vits", "espnet", "sam", "shaw", "enformer", "music"])
 def test_compiled(name: str) -> None:
     """Compiles to one graph, like the stock module."""
     (module, given), counts = made(name), counted(name)

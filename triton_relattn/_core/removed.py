@@ -9,7 +9,7 @@ _OWN_TABLES = "python -m triton_relattn check compares tables' gradients; assert
 
 NAMES = {
     "triton_relattn.integrations": {
-        "arguments": "its constants are in triton_relattn.integrations.replacement",
+        "arguments": "its constants are in triton_relattn.integrations.replacement and .enabled",
         "fairseq2": "fairseq2 is archived; call fused_relative_attention in its place (docs/models.md)",
         "known": "versions of libraries are no longer compared, triton_relattn.enable compares each module itself",
         "proof": "triton_relattn.enable compares each module itself, and its report has the differences",

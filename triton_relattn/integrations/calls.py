@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,10 +20,8 @@ from torch import nn
 from .compact import Compact, has_dense, to_dense
 from .comparison import SCRIPTED_LIMIT, dropped_otherwise, first_line, is_scripted, run, values
 from .isolation import random_state_restored
+from .replacement import Replacement
 from .shadow import cached_tensors, copied_argument, copied_tensor, shadow
-
-if TYPE_CHECKING:
-    from .replacement import Replacement
 
 CALLS = "_triton_relattn_calls"
 """The attribute of an enabled module that has its :class:`Calls`."""

@@ -10,17 +10,15 @@ import math
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from .compact import to_dense
 from .isolation import Dropout, Promoted, in_own_thread
+from .replacement import Replacement
 from .shadow import copied, copied_tensor, shadow, with_random_weights
-
-if TYPE_CHECKING:
-    from .replacement import Replacement
 
 OUTPUT, GRADIENT = "the output", "the gradient of "
 LIMIT = 2.0**-30

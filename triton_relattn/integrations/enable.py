@@ -15,8 +15,9 @@ from torch import nn
 from .._core.names import with_names
 from . import structure
 from .comparison import Refused, compare, first_line
+from .enabled import LIBRARY, STRUCTURE, Match, change_classes, enabled_class, restore, stock_class
 from .libraries import Library
-from .replacement import LIBRARY, STRUCTURE, Match, Replacement, change_classes, enabled_class, restore, stock_class
+from .replacement import Replacement
 from .report import Report, Row, count_bytes
 
 LIBRARIES = {
@@ -53,11 +54,10 @@ def enable(
 
     - vectors for keys and values in a window, with a proximal bias (VITS: RVC, GPT-SoVITS, so-vits-svc, piper, coqui, ...);
     - Transformer-XL's terms with projected positions (ESPnet's Conformer: FunASR, chatterbox, copies in recipes);
-    - the same with features of the distance (Enformer, Borzoi), or with a memory (Transformer-XL's own layer);
+    - the same with features of the distance (Enformer, Borzoi);
     - decomposed positions on a grid (SAM, ViTDet: segment-anything, cellpose, timm, mmdet, detectron2);
-    - an embedding of clipped distances (Shaw et al.: lucidrains' conformer, WeNet);
+    - an embedding of clipped distances (Shaw et al.: lucidrains' conformer);
     - a row per distance to the past (Music Transformer);
-    - a bias by bucket that a layer makes of its own embedding (T5);
     - a bias by bucket, times a gate, that the first layer makes (WavLM: torchaudio, BEATs, copies in programs for voices).
 
     What disagrees stays as it is; if a call does, the module is the stock class's again, and a warning says so. docs/enable.md

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from .comparison import Sample
+from .enabled import ATTRIBUTE, enabled_class
 from .libraries import NAMES
-from .replacement import ATTRIBUTE, HARMLESS, Replacement, enabled_class
+from .replacement import HARMLESS, Replacement
 
 MASKS = ("attention_mask", "mask", "attn_mask")
 BATCH, LENGTHS = 2, (7, 19)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from .replacement import LIBRARY, Match, PassesOn
+from .enabled import LIBRARY, Match, PassesOn
 
 NAMES = {"cache": ("cache", "past_key_values", "layer_past")}
 """The names that stock classes have for an argument of ours: versions of transformers differ, and so do its families."""

@@ -9,8 +9,8 @@ import torch
 from espnet2.asr.encoder import conformer_encoder
 
 from ..calls import is_graph
+from ..enabled import PassesOn
 from ..libraries import with_globals
-from ..replacement import PassesOn
 
 
 def make_pad_mask(lengths: Any) -> torch.Tensor:

@@ -9,10 +9,10 @@ from nemo.collections.asr.parts.submodules import multi_head_attention as attent
 
 from ...positions import RelativePositions
 from ..calls import is_graph
+from ..enabled import PassesOn
 from ..in_place import InPlace
 from ..masks import ChunkedWindow
 from ..operators import join_heads, module_attention
-from ..replacement import PassesOn
 
 
 class Mask(ChunkedWindow):

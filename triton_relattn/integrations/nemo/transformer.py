@@ -10,11 +10,11 @@ from nemo.collections.asr.modules import transformer_encoder as stock
 
 from ...positions import RelativePositions
 from ..calls import is_graph
+from ..enabled import PassesOn
 from ..in_place import InPlace
 from ..libraries import with_globals
 from ..masks import ChunkedWindow
 from ..operators import attend, join_heads, split_heads
-from ..replacement import PassesOn
 
 
 def flex_attention(

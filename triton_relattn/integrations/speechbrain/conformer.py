@@ -12,11 +12,11 @@ from torch import nn
 
 from ...positions import RelativePositions
 from ..calls import is_graph
+from ..enabled import PassesOn
 from ..in_place import InPlace
 from ..libraries import with_globals
 from ..masks import ChunkedWindow
 from ..operators import attend, drop_probability, join_heads, split_heads
-from ..replacement import PassesOn
 
 LEFT = 5
 """The window of a comparison."""

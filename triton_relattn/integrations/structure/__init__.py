@@ -13,32 +13,26 @@ from torch import nn
 
 from ..._core.removed import refuse
 from ..comparison import Refused
-from ..replacement import STRUCTURE, Match
+from ..enabled import STRUCTURE, Match
 from ..shadow import projections
-from .buckets import BucketedBias
 from .enformer import DistanceFeatures
 from .grid import DecomposedPositions
 from .kind import Kind
-from .memory import MemoryBefore
 from .music import PastRows
 from .not_served import recognised
 from .shaw import ClippedDistances
 from .transformer_xl import ProjectedPositions
 from .vits import WindowedVectors
 from .wavlm import GatedBuckets
-from .wenet import LeftAndRight
 
 KINDS: tuple[type[Kind], ...] = (
     WindowedVectors,
     ProjectedPositions,
     DistanceFeatures,
     DecomposedPositions,
-    LeftAndRight,
     ClippedDistances,
     PastRows,
-    MemoryBefore,
     GatedBuckets,
-    BucketedBias,
 )
 
 

@@ -74,8 +74,6 @@ class Kind:
     """The roles of the first arguments."""
     meanings: ClassVar[tuple[str, ...]] = (SHOWN, HIDDEN)
     """What a mask may mean; none: a forward with a mask is of another kind."""
-    mask_dims: ClassVar[int] = 2
-    """The dimensions of a mask of padding, (B, N), (B, 1, N) or (B, 1, 1, N)."""
     fewest = FEWEST
     casts: tuple[str, ...] = ()
     small: tuple[str, ...] = ()
@@ -147,8 +145,7 @@ class Kind:
     def masks(self, batch: int, length: int) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Yield masks of the stock module, each with its name: the one for a count of memory first."""
         yield "", None
-        real = padded(batch, length)
-        yield " with padding", self.stock_mask(real.view(batch, *(1,) * (self.mask_dims - 2), length))
+        yield " with padding", self.stock_mask(padded(batch, length))
 
     def stock_mask(self, visible: torch.Tensor) -> torch.Tensor:
         """Return the mask of the stock module for what queries see, bool."""
@@ -216,7 +213,7 @@ class Kind:
         """Return the arguments of the first sequence alone, by the stock forward's names, and its pairs; None if there is one, or
         sequences are not the first dimension."""
         states = next(arguments[name] for name, role in self.layout.arguments if role in self.state_roles)
-        if (batch := states.shape[0]) <= 1 or 0 in self.options.get("swapped", ()):
+        if (batch := states.shape[0]) <= 1 or 0 in (self.options.get("swapped") or ()):
             return None
         tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor) and value.dim() > 1}
         return arguments | {name: value[:1] for name, value in tensors.items() if value.shape[0] == batch}, pairs // batch

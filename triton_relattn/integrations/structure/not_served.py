@@ -49,15 +49,25 @@ NOT_SERVED = (
         f"its rows depend on the tokens: {AS_MASK}",
     ),
     NotServed(
+        "Transformer-XL's own layer, with a memory",
+        (("qkv_net",), ("r_net",), ("o_net",)),
+        f"{BY_HAND}, Transformer-XL's: tables.fold_transformer_xl folds the biases, and query_offset counts the memory",
+    ),
+    NotServed(
+        "Shaw's term with other ends on either side, in WeNet's class",
+        (("rel_k_embed",), ("max_left_rel_pos",), ("max_right_rel_pos",)),
+        f"{BY_HAND}, rel_key with positions=RelativePositions(-max_left_rel_pos, max_right_rel_pos)",
+    ),
+    NotServed(
         "DeBERTa's terms in a class of its own package",
         (("pos_key_proj", "pos_proj"), ("query_proj", "in_proj"), ("pos_att_type",)),
         "transformers' DebertaV2Model takes the same weights, and enable knows it",
     ),
     NotServed(
-        "a bias by bucket that layers share (T5)",
+        "a bias by bucket of the distance (T5)",
         (("relative_attention_bias", "relative_position_bias", "rel_attn_embed"),),
-        "its layers pass the bias (H, N, N) on; enable knows those of transformers; in a model of your own pass on "
-        "the table instead, and pass it as rel_bias",
+        "enable knows that of transformers' classes; in a model of your own make and pass on a row per distance instead, "
+        "weight[tables.t5_buckets(...)].T, and pass it as rel_bias",
         has_embeddings=True,
     ),
     NotServed(

@@ -22,8 +22,6 @@ from .roles import CACHE, MASK, POSITIONS, transformer_xl_roles
 
 LATEST, LATEST_PAST, LEGACY_PAST = "2N - 1 rows", "2N - 1 rows, those of the past count", "N rows, of the past"
 """The rows of the position embeddings, the first of the most distant past, and whether keys in the future have a term of them."""
-FUTURE_FIRST = "2N - 1 rows, the first of the most distant future"
-"""The rows of SPIRAL's class, an older one of NeMo."""
 
 
 class ProjectedPositions(Kind):
@@ -47,13 +45,14 @@ class ProjectedPositions(Kind):
         if len(shape) < 2 or projections(module)[roles["position"]][1] != channels:
             return None
         only_past = getattr(module, "zero_triu", None)
-        rows = (
-            (LATEST, LATEST_PAST, LEGACY_PAST, FUTURE_FIRST)
-            if only_past is None
-            else (LATEST_PAST if only_past else LATEST, LEGACY_PAST)
-        )
+        past = (LATEST, LATEST_PAST) if only_past is None else (LATEST_PAST if only_past else LATEST,)
         # One table for all sequences, or one for each of them.
-        return roles, {"shared": (True, False), "rows": rows, "scale": (width**-0.5, channels**-0.5), "width": (width,)}
+        return roles, {
+            "shared": (True, False),
+            "rows": (*past, LEGACY_PAST),
+            "scale": (width**-0.5, channels**-0.5),
+            "width": (width,),
+        }
 
     @classmethod
     def arguments(cls, forward: Any) -> Iterator[dict[str, str]]:
@@ -126,9 +125,7 @@ class ProjectedPositions(Kind):
             past_key, past_value = cache.chunk(2, dim=-1)
             k, v = torch.cat((past_key, k), 2), torch.cat((past_value, v), 2)
         first, last = 1 - q.shape[2], positions.shape[1] - q.shape[2]
-        if options["rows"] == FUTURE_FIRST:
-            positions = positions.flip(1)
-        elif options["rows"] != LATEST:
+        if options["rows"] != LATEST:
             last = 0
             positions = positions[:, : 1 - first]
         u, v_bias = (self.part(module, role).reshape(-1, options["width"]) for role in ("content_bias", "position_bias"))
@@ -140,7 +137,7 @@ class ProjectedPositions(Kind):
             self.project(module, position=positions)[0],  # without a name, so that it is freed before the output projection
             u,
             v_bias,
-            RelativePositions(first, last, "error" if options["rows"] in (LATEST, FUTURE_FIRST) else "zero"),
+            RelativePositions(first, last, "error" if options["rows"] == LATEST else "zero"),
             options["scale"],
             attn_mask=None if visible is None else visible[..., : k.shape[2]],
             dropout_p=self.dropout_p(module),

@@ -12,10 +12,10 @@ from torch.nn.functional import pad
 
 from ..compact import STOCK_READS
 from ..enable import enable
+from ..enabled import PassesOn
 from ..in_place import InPlace
 from ..masks import ChunkedWindow
 from ..operators import fused_relative_attention, split_heads
-from ..replacement import PassesOn
 from ..shadow import projections
 from . import masks
 from .masks import COLLECTS, PADDING_IF_THAT_IS_ALL, collects_weights, view

@@ -13,9 +13,9 @@ from transformers.models.wav2vec2_conformer import modeling_wav2vec2_conformer a
 from ...positions import RelativePositions
 from ..calls import is_graph
 from ..compact import Compact
+from ..enabled import IMPLEMENTATION
 from ..masks import ChunkedWindow
 from ..operators import folded, fused_relative_attention, join_heads, split_heads
-from ..replacement import IMPLEMENTATION
 from . import masks
 from .base import Attention, Encoder, additive_mask, attend_evenly, sees_a_key
 from .door import Term, ThroughTheDoor, serve

@@ -31,10 +31,11 @@ from ...positions import RelativePositions
 from ..calls import CALLS, is_graph, judge
 from ..compact import Compact, are_plain, rows, to_dense
 from ..comparison import Refused, compare, first_line
+from ..enabled import CHECKED, IMPLEMENTATION, is_switched
 from ..in_place import MASKS, num_heads
 from ..libraries import installed_version
 from ..operators import fused_relative_attention
-from ..replacement import CHECKED, HARMLESS, IMPLEMENTATION, Replacement, is_switched
+from ..replacement import HARMLESS, Replacement
 from .base import Attention, additive_mask, wants_weights
 from .masks import real_keys, stock_mask, with_dense
 

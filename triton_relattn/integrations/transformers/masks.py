@@ -32,7 +32,7 @@ except ImportError:  # before transformers 5.2
 
 from ..calls import is_graph
 from ..compact import STOCK_READS, Compact
-from ..replacement import IMPLEMENTATION
+from ..enabled import IMPLEMENTATION
 
 PADDING, PADDING_IF_THAT_IS_ALL = "triton_relattn_padding", "triton_relattn_padding_if_that_is_all"
 SHOWN, HIDDEN = "triton_relattn_shown", "triton_relattn_hidden"

@@ -12,10 +12,10 @@ from transformers.models.nemotron_asr_streaming import modeling_nemotron_asr_str
 from ...positions import RelativePositions
 from ..calls import is_graph
 from ..compact import Compact, to_dense
+from ..enabled import PassesOn
 from ..libraries import argument_name
 from ..masks import ChunkedWindow
 from ..operators import attend, join_heads, split_heads
-from ..replacement import PassesOn
 from .base import Attention, Encoder, first_position, query_key_value, sees_a_key
 from .masks import PADDING
 

@@ -17,9 +17,9 @@ from ... import tables
 from ...positions import RelativePositions
 from ..calls import is_graph
 from ..compact import Compact, rows
+from ..enabled import IMPLEMENTATION
 from ..libraries import with_globals
 from ..operators import drop_probability, fused_relative_attention, join_heads, split_heads
-from ..replacement import IMPLEMENTATION
 from . import masks
 from .base import Attention, Encoder, additive_mask
 from .door import ThroughTheDoor, serve
@@ -91,8 +91,10 @@ def without_zeros(stock: Any) -> Any:
 
     forward = with_globals(inspect.unwrap(stock), torch=types.SimpleNamespace(**{**vars(torch), "zeros": zeros}))
 
+    old_names = {"past_key_values"} - inspect.signature(forward).parameters.keys()  # which decorators warn about
+
     def run(module: Any, *args: Any, **kwargs: Any) -> Any:
-        if "past_key_values" in kwargs:  # an old name, which the stock forward warns about
+        if old_names & kwargs.keys():
             return stock(module, *args, **kwargs)
         return forward(module, *args, **kwargs)
 
