@@ -76,8 +76,9 @@ def enable(
         a table with what each one computes, the difference that was found and the memory of a layer. ``rows`` has the same as
         numbers, ``left`` the modules that were recognised and not replaced, with the reason; if there are any, a warning says so.
 
-    Parameters, ``state_dict``, hooks and ``isinstance`` stay: a module gets a class derived from its own. Pickles and copies of
-    an enabled model are enabled; their first calls are compared again.
+    Parameters, ``state_dict``, hooks and ``isinstance`` stay: a module gets a class derived from its own, or keeps it where its
+    config names the attention implementation ("triton_relattn"; T5's family and others of transformers). Pickles and copies of
+    an enabled model are enabled.
 
     Raises:
         ValueError: nothing in model has relative attention of these kinds.
