@@ -22,6 +22,7 @@ import transformers
 from bench.families import FAMILIES
 from tests.conftest import forget_warnings
 from tests.cpu.models import (
+    LENGTH,
     PADDED,
     THROUGH_THE_DOOR,
     Sizes,
@@ -38,6 +39,7 @@ from tests.cpu.models import (
 )
 from tests.tolerance import assert_near
 from triton_relattn import disable, enable
+from triton_relattn.integrations import in_place
 from triton_relattn.integrations.transformers import door
 
 NAME = "triton_relattn"
@@ -217,6 +219,17 @@ def test_a_call_of_attention_without_a_mask() -> None:
             assert_near("output", part(states, **given)[0], out)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_short_calls_in_sixteen_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are eager's, bit for bit, also of a sequence without a real token."""
+    monkeypatch.setattr(in_place.InPlace, "fewest", in_place.FEWEST)
+    model = build("t5", dtype)
+    given = arguments("t5", model, [LENGTH, 0])
+    expected = output(model, given)
+    model.set_attn_implementation(NAME)
+    assert torch.equal(output(model, given), expected) and not runs_the_operator(model, given)
+
+
 def test_models_without_relative_attention_are_sdpas() -> None:
     config = transformers.BertConfig(
         vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, is_decoder=True
@@ -226,7 +239,7 @@ def test_models_without_relative_attention_are_sdpas() -> None:
     given = {"input_ids": torch.randint(1, 50, (2, LONG)), "attention_mask": (torch.arange(LONG) < torch.tensor([[LONG], [22]]))}
     expected = output(model, given)
     model.set_attn_implementation(NAME)
-    with pytest.warns(UserWarning, match="BertSelfAttention has no relative attention that is served .*; it runs as sdpa"):
+    with pytest.warns(UserWarning, match="BertSelfAttention has no relative attention that .* serves; it runs as sdpa"):
         assert torch.equal(output(model, given), expected)
 
 
@@ -242,7 +255,7 @@ def test_derived_classes_are_sdpas() -> None:
     model.encoder.block[0].layer[0].SelfAttention.__class__ = Doubled
     expected = output(model, given)
     model.set_attn_implementation(NAME)
-    with pytest.warns(UserWarning, match="Doubled has no relative attention that is served"):
+    with pytest.warns(UserWarning, match="Doubled has no relative attention that"):
         assert_near("output", output(model, given), expected)
 
 

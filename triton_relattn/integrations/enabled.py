@@ -227,12 +227,13 @@ def change_classes(
 
 def restore(module: Any) -> None:
     """Give an enabled module its stock class back; also what passes small masks on to it, since those are for ours alone."""
-    stock = stock_class(module)
-    if stock is None:
-        return
     if (checked := vars(module).pop(CHECKED, None)) is not None:
         vars(module).pop(CALLS, None)
-        module.config._attn_implementation = checked.before
+        if is_switched(module):  # the first one of those that share a config changes it
+            module.config._attn_implementation = checked.before
+        return
+    stock = stock_class(module)
+    if stock is None:
         return
     if isinstance(module, PassesOn):
         module.on_disable()

@@ -80,22 +80,22 @@ def is_ours(module: Any) -> bool:
 @torch.compiler.assume_constant_result
 def _say_that_graphs_are_eager() -> bool:
     """Say, while a graph is made, that it has eager attention: forwards cannot be compared meanwhile."""
-    about = (
-        "a graph of modules that were not compared has eager attention. Call the model once before torch.compile, or enable it"
-    )
-    warn_once(about, f"triton_relattn: {about}: triton_relattn.enable(model)", 3, UserWarning)
+    about = "a graph of modules that were not compared has eager attention"
+    cure = "call the model once before torch.compile, or triton_relattn.enable(model)"
+    warn_once(about, f"triton_relattn: {about}: {cure}", 3, UserWarning)
     return False
 
 
 def _check(module: Any) -> Checked:
     """Compare a module, and keep what was found."""
-    checked, name, replacement = Checked(), type(module).__qualname__, SERVED[type(module)]
+    checked, replacement = Checked(), SERVED[type(module)]
     try:
         compare(module, replacement.ours, replacement if replacement.is_known else None)
         replacement.is_known = True
     except Exception as error:  # a module of the user may raise anything
         checked.reason = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {first_line(error)}"
-        warn_once(name, f"triton_relattn: attention of {name} stays eager's: {checked.reason}", 5, UserWarning)
+        about = f"attention of {type(module).__qualname__} stays eager's: {checked.reason}"
+        warn_once(about, f"triton_relattn: {about}", 5, UserWarning)
     vars(module)[CHECKED] = checked
     return checked
 
@@ -131,7 +131,7 @@ def attention(
     if isinstance(position_bias, Term):
         query, term = position_bias.ours(module, query, key, *position_bias.arguments)
     elif small is not None and small.dim() == 2:
-        term = {"rel_bias": small, "positions": SERVED[type(module)].ours.positions(module), "query_offset": keys - queries}
+        term = {"rel_bias": small, "positions": _positions(module), "query_offset": keys - queries}
     if isinstance(attention_mask, Keys) and not attention_mask.is_written:
         is_causal, attention_mask = isinstance(attention_mask, CausalKeys), attention_mask.small
     elif attention_mask is not None:
@@ -172,31 +172,35 @@ def _by_stock(
     is_causal: bool,
     given: dict[str, Any],
 ) -> Any:
-    """Compute attention as eager, and as before enable without a mask; that of modules without a term of ours as sdpa."""
-    eager = [getattr(sys.modules[base.__module__], "eager_attention_forward", None) for base in type(module).__mro__]
-    checked, wants = vars(module).get(CHECKED), given.get("output_attentions") or wants_weights(module)
-    is_unclear = mask is None and is_causal and not wants  # eager sees all keys, and all other implementations hide the future
-    is_eager = wants or (type(module) in SERVED and not (is_unclear and getattr(checked, "before", "sdpa") != "eager"))
-    function = next(filter(None, eager), None) if is_eager else None
-    if type(module) not in SERVED and (position_bias is not None or module.config.model_type not in MODEL_TYPES):
-        text = f"{type(module).__qualname__} has no relative attention that is served by attn_implementation={IMPLEMENTATION!r}"
-        warn_once(
-            text, f"triton_relattn: {text}; it runs as sdpa. triton_relattn.enable(model) knows more classes", 4, UserWarning
-        )
-    queries, keys = query.shape[2], key.shape[2]
+    """Compute attention with dense tensors, (B, H, Nq, Nk): as eager, or as sdpa in modules without a term of ours."""
     if isinstance(position_bias, Term):
         query, position_bias = position_bias.stock(module, query, key, *position_bias.arguments)
-    elif isinstance(position_bias, Compact):
-        position_bias = to_dense(position_bias)
-    elif position_bias is not None and position_bias.dim() == 2:
-        position_bias = rows(position_bias, SERVED[type(module)].ours.positions(module), queries, keys, keys - queries)[None]
-    mask = to_dense(mask)
-    if function is None:
-        function, given["is_causal"] = ALL_ATTENTION_FUNCTIONS["sdpa"], is_causal
-    elif (mask := additive_mask(mask, query.dtype)) is not None:
-        mask = mask.to(query.dtype)
+    elif isinstance(position_bias, torch.Tensor) and not isinstance(position_bias, Compact) and position_bias.dim() == 2:
+        queries, keys = query.shape[2], key.shape[2]
+        position_bias = rows(position_bias, _positions(module), queries, keys, keys - queries)[None]
+    mask, position_bias = to_dense(mask), to_dense(position_bias)
     bias = {} if position_bias is None else {"position_bias": position_bias}
-    return function(module, query, key, value, mask, **given, **bias)
+    wants, is_known = given.get("output_attentions") or wants_weights(module), type(module) in SERVED
+    if not is_known and (bias or module.config.model_type not in MODEL_TYPES):
+        about = f"{type(module).__qualname__} has no relative attention that attn_implementation={IMPLEMENTATION!r} serves"
+        cure = "it runs as sdpa. triton_relattn.enable(model) knows more classes"
+        warn_once(about, f"triton_relattn: {about}; {cure}", 4, UserWarning)
+    # Without a mask eager attention sees all keys, and all other implementations hide the future: then it is as before enable.
+    is_sdpas = mask is None and is_causal and getattr(module, CHECKED, Checked()).before != "eager"
+    files = (sys.modules[base.__module__] for base in type(module).__mro__)
+    eager = next((file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward")), None)
+    if eager is None or not (wants or (is_known and not is_sdpas)):
+        sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        return sdpa(module, query, key, value, mask, is_causal=is_causal, **given, **bias)
+    if mask is not None and mask.dtype == torch.bool:
+        lowest = torch.finfo(query.dtype).min
+        mask = torch.zeros((), dtype=query.dtype, device=mask.device).where(mask, lowest)
+    return eager(module, query, key, value, mask, **given, **bias)
+
+
+def _positions(module: Any) -> RelativePositions:
+    """Return the relative positions of a table (H, R) that the layers of a module's model pass on."""
+    return next(SERVED[base] for base in type(module).__mro__ if base in SERVED).ours.positions(module)  # type: ignore[no-any-return]
 
 
 class Keys(Compact):
@@ -346,15 +350,12 @@ def _forward(replacement: Comparison, stock: Any, ours: Any) -> Any:
     def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
         record = vars(module).get(CALLS)
         if record is not None and record.is_checked and not torch.compiler.is_compiling() and is_ours(module):
-            given = replacement.bind(args, kwargs)
-            pairs = replacement.ours.pairs(module, **given)
+            pairs = replacement.ours.pairs(module, **replacement.bind(args, kwargs))
             verdict = judge(replacement, module, args, kwargs, pairs)
             if verdict.differs:
                 vars(module)[CHECKED].reason = verdict.text
-                about = (
-                    f"{type(module).__qualname__} differs from the stock forward in this call and uses its own attention again"
-                )
-                warnings.warn(f"triton_relattn: {about}: {verdict.text}", stacklevel=3)
+                about = f"{type(module).__qualname__} differs from the stock forward in this call"
+                warnings.warn(f"triton_relattn: {about} and uses its own attention again: {verdict.text}", stacklevel=3)
         return either(module, *args, **kwargs)
 
     return forward
