@@ -295,6 +295,16 @@ def test_files_of_a_model_load_in_a_new_process(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_report_has_the_memory_of_each_module() -> None:
+    """Also of a decoder's, whose stock mask is dense."""
+    report = enable(build("t5"), lengths=(512, 1024))
+    assert len(report.rows) == 6
+    for row in report.rows:
+        (stock_short, ours_short), (stock_long, ours_long) = row.memory
+        assert stock_short and ours_short and stock_long and ours_long
+        assert stock_long > 3 * stock_short and ours_long < 2.3 * ours_short
+
+
 def test_old_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose attention does not take implementations: enable says which version does."""
     model = build("t5")

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .calls import Compared as Compared
+from .compact import Compact
 from .isolation import in_own_thread
 from .replacement import Replacement
 from .shadow import shadow, with_random_weights
@@ -164,6 +165,7 @@ def count_bytes(
             run = shadow(model, lambda tensor: tensor)  # a forward may keep what it makes
             replacement.ours.prepare_model(run)
             given = replacement.ours.at_length(run, length, parent)
+            given = {name: value.cast(torch.float32) if isinstance(value, Compact) else value for name, value in given.items()}
             with torch.no_grad(), _Counter() as counter:
                 replacement.by_ours(run, given) if is_ours else replacement.by_stock(run, (), given)
             return counter.peak

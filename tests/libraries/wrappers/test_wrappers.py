@@ -119,7 +119,7 @@ def chronos(folder: Path) -> tuple[Any, Run, set[str]]:
     model = stock.ChronosPipeline(tokenizer=None, model=stock.ChronosModel(config, inner))
     tokens = torch.randint(1, 59, (2, 37))
     mask = torch.arange(37) < torch.tensor([[37], [22]])
-    return model, lambda model: model.model.encode(tokens, mask), {"T5Stack", "T5Attention"}
+    return model, lambda model: model.model.encode(tokens, mask), {"T5Attention"}
 
 
 def chronos_bolt(folder: Path) -> tuple[Any, Run, set[str]]:
@@ -135,7 +135,7 @@ def chronos_bolt(folder: Path) -> tuple[Any, Run, set[str]]:
     config = transformers.T5Config(**T5, chronos_config=bolt, decoder_start_token_id=0, reg_token_id=1)
     model = stock.ChronosBoltModelForForecasting(config)
     series = torch.randn(2, 128)
-    return model, lambda model: model(context=series).quantile_preds, {"T5Stack", "T5Attention"}
+    return model, lambda model: model(context=series).quantile_preds, {"T5Attention"}
 
 
 def diffusers(folder: Path) -> tuple[Any, Run, set[str]]:
@@ -149,7 +149,7 @@ def diffusers(folder: Path) -> tuple[Any, Run, set[str]]:
 
     model = Pipeline(transformers.T5EncoderModel(transformers.T5Config(**T5)))
     tokens = torch.randint(1, 59, (2, 37))
-    return model, lambda model: model.text_encoder(tokens).last_hidden_state, {"T5Stack", "T5Attention"}
+    return model, lambda model: model.text_encoder(tokens).last_hidden_state, {"T5Attention"}
 
 
 WRAPPERS = (sentence_transformers, gliner, bert_score, chronos, chronos_bolt, diffusers)
