@@ -145,7 +145,7 @@ def _measure_model(work: Work, is_enabled: bool, file: Path, memory_limit: int) 
         raise ValueError(f"{work.model} is {type(model).__name__}, not a torch.nn.Module")
     model = model.to(work.device, work.dtype).eval()
     unit = UNITS.get(getattr(model, "main_input_name", ""), "") if work.inputs is None else ""
-    lengths = {"lengths": work.length} if unit == "tokens" else {}  # others are not positions of the attention
+    lengths: dict[str, Any] = {"lengths": work.length} if unit == "tokens" else {}  # others are not positions of the attention
     report = str(enable(model, by_structure=True, check_calls=False, **lengths)) if is_enabled else ""
     inputs = make_inputs(work, model, work.length)
     try:

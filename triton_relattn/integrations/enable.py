@@ -15,8 +15,9 @@ from torch import nn
 from .._core.names import with_names
 from . import structure
 from .comparison import Refused, compare, first_line
-from .enabled import LIBRARY, STRUCTURE, Match, change_classes, enabled_class, restore, stock_class
+from .enabled import LIBRARY, STRUCTURE, Match, PassesOn, change_classes, enabled_class, restore, stock_class
 from .libraries import Library
+from .packing import NOT_PACKED, Packs, pack
 from .replacement import Replacement
 from .report import Report, Row, count_bytes
 
@@ -37,7 +38,12 @@ BY_STRUCTURE = (
 
 @with_names
 def enable(
-    model: Any, *, by_structure: bool = False, check_calls: bool | None = None, lengths: int | Sequence[int] = 4096
+    model: Any,
+    *,
+    by_structure: bool = False,
+    packed: bool = False,
+    check_calls: bool | None = None,
+    lengths: int | Sequence[int] = 4096,
 ) -> Report:
     """Let the relative attention in a torch model run on the operator, where that computes the same. The model is changed in
     place.
@@ -95,7 +101,7 @@ def enable(
     modules = _modules(model)
     stock = {path: module for path, module in modules.items() if stock_class(module) is None}
     enabled_before = len(stock) < len(modules)
-    matches = _find(stock, by_structure)
+    matches = _find(stock, by_structure, packed)
     rows, classes = _compare(matches, modules, checked)  # all of it before any class is changed
     if not rows and not enabled_before:
         raise ValueError(
@@ -111,7 +117,34 @@ def enable(
     unknown = {path: matches[path].found_by == STRUCTURE for path in classes}
     checks = {path: (is_unknown if check_calls is None else check_calls, is_unknown) for path, is_unknown in unknown.items()}
     change_classes(classes, modules, checks, report.calls())
+    if packed:
+        try:
+            _pack(modules, report)
+        except BaseException:
+            for path in classes:
+                restore(modules[path])
+            raise
     return report
+
+
+def _pack(modules: dict[str, nn.Module], report: Report) -> None:
+    """Let the encoders among modules leave padding out, those for which that changes nothing."""
+    for path, module in modules.items():
+        name = type(module).__name__
+        if isinstance(module, Packs):
+            try:
+                report.packed[path] = f"packs batches of padded sequences, difference {pack(module):.0e}"
+            except Exception as error:  # a module of the user may raise anything
+                report.packed[path] = f"stays padded: {first_line(error)}"
+                if module.packs_only:
+                    restore(module)
+        elif name in NOT_PACKED and not getattr(module, "is_decoder", False):
+            report.packed[path] = f"stays padded: {NOT_PACKED[name]}"
+    if not any(text.startswith("packs") for text in report.packed.values()):
+        reason = next(
+            iter(report.packed.values()), "it has no encoder of a class that is known to compute the same without padding"
+        )
+        warnings.warn(f"enable(packed=True) packs nothing: {reason}", stacklevel=4)
 
 
 def _checked(lengths: Any) -> tuple[int, ...]:
@@ -165,7 +198,7 @@ def _modules(model: Any) -> dict[str, nn.Module]:
     return dict(found.values())
 
 
-def _find(modules: dict[str, nn.Module], by_structure: bool) -> dict[str, Match]:
+def _find(modules: dict[str, nn.Module], by_structure: bool, packed: bool) -> dict[str, Match]:
     """Return what has relative attention; no library is imported that no module is of."""
     packages = {base.__module__.partition(".")[0] for module in modules.values() for base in type(module).__mro__}
     by_class: dict[str, Match | None] = {}
@@ -174,7 +207,7 @@ def _find(modules: dict[str, nn.Module], by_structure: bool) -> dict[str, Match]
             library: Library = importlib.import_module(f".{name}", __package__).LIBRARY
             by_class |= library.find(modules)
     found = {path: by_class[path] if path in by_class else structure.find(module) for path, module in modules.items()}
-    matches = {path: match for path, match in found.items() if match is not None}
+    matches = {path: match for path, match in found.items() if match is not None and (packed or not match.packs_only)}
     for path, match in matches.items():
         if match.found_by == STRUCTURE and match.ours is not None and not by_structure:
             matches[path] = match._replace(ours=None, reason=BY_STRUCTURE)
@@ -216,11 +249,13 @@ def _compare(
         memory = count_bytes(replacement, module, lengths, modules.get(path.rpartition(".")[0]))
         rows[path] = dataclasses.replace(row, error=difference, memory=memory)
     # What passes small masks and positions on is replaced where all attention inside it is: they are for ours alone.
+    enabled = {path for path, module in modules.items() if path not in matches and stock_class(module) is not None}
     served = tuple({type(modules[path]) for path in classes if matches[path].found_by == LIBRARY})
+    served += tuple({type(modules[path]) for path in enabled if not isinstance(modules[path], PassesOn)})
     for path, match in matches.items():
         if match.passes_on:
             inside = [part for part in modules if not path or part == path or part.startswith(f"{path}.")]
-            attention = [part in classes for part in inside if isinstance(modules[part], served)]
+            attention = [part in classes or part in enabled for part in inside if isinstance(modules[part], served)]
             if attention and all(attention):
                 classes[path] = enabled_class(type(modules[path]), match.ours, None)
                 rows[path] = Row(path, type(modules[path]).__name__, PASSES_ON, LIBRARY)

@@ -22,6 +22,8 @@ ATTRIBUTE = "_triton_relattn"
 """What the class in place of a stock class has, and no other: a :class:`Replacement`."""
 CHECKED, IMPLEMENTATION = "_triton_relattn_checked", "triton_relattn"
 """The attribute of a module that keeps its class, and gets ours by the attention implementation that its config names."""
+FEWEST = "_triton_relattn_fewest"
+"""The attribute of a shadow's modules: scores of a call on a CPU from which on ours computes it, instead of the usual number."""
 MODES = "training", "_is_torch_compile"
 """Attributes that change nothing that is compared: a call's mode is part of its kind, and torch.compile sets the other."""
 LIBRARY, STRUCTURE = "library", "structure"
@@ -40,6 +42,10 @@ class Match(NamedTuple):
     def passes_on(self) -> bool:
         return isinstance(self.ours, type) and issubclass(self.ours, PassesOn)
 
+    @property
+    def packs_only(self) -> bool:
+        return self.passes_on and self.ours.packs_only  # type: ignore[no-any-return]
+
 
 def compute(replacement: Replacement, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute a call by ours or by the stock forward."""
@@ -55,7 +61,8 @@ def compute(replacement: Replacement, module: Any, args: tuple[Any, ...], kwargs
         if given is not None:
             pairs = int(replacement.ours.pairs(module, **replacement.pairs_takes(given)))
             tensors = (value for value in given.values() if isinstance(value, torch.Tensor))
-            is_large = pairs >= replacement.ours.fewest or any(tensor.device.type != "cpu" for tensor in tensors)
+            fewest = vars(module).get(FEWEST, replacement.ours.fewest)
+            is_large = pairs >= fewest or any(tensor.device.type != "cpu" for tensor in tensors)
             if is_large and replacement.is_served(module, given):
                 if has_hooks(module):
                     verdict = Verdict("a part of it, or torch for all modules, has hooks")
@@ -113,6 +120,8 @@ class PassesOn:
     """Mixin of classes in place of those of modules that only pass masks or positions on to attention."""
 
     passes_on = True
+    packs_only = False
+    """Whether the class is there to leave padding out, and for nothing else."""
     stock_class: type[nn.Module]
 
     if TYPE_CHECKING:

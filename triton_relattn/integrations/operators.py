@@ -11,11 +11,23 @@ import torch
 from .. import functional, grids, tables
 from ..positions import RelativePositions
 from .isolation import weights_dropout
+from .packing import Packing
 
 
-def fused_relative_attention(*args: Any, dropout_p: float = 0.0, window_size: tuple[int, int] = (-1, -1), **kwargs: Any) -> Any:
-    """Call the operator; without dropout while a comparison runs. An explicit window: the stock class's mask is on purpose."""
-    return functional.fused_relative_attention(*args, dropout_p=weights_dropout(dropout_p), window_size=window_size, **kwargs)
+def fused_relative_attention(
+    *args: Any, attn_mask: Any = None, dropout_p: float = 0.0, window_size: tuple[int, int] = (-1, -1), **kwargs: Any
+) -> Any:
+    """Call the operator; without dropout while a comparison runs. An explicit window: the stock class's mask is on purpose.
+
+    attn_mask: also the Packing of tensors (1, H, total, D), which are one sequence after the other.
+    """
+    options: dict[str, Any] = {"dropout_p": weights_dropout(dropout_p), "window_size": window_size, **kwargs}
+    if not isinstance(attn_mask, Packing):
+        return functional.fused_relative_attention(*args, attn_mask=attn_mask, **options)
+    query, key, value = (states[0].transpose(0, 1) for states in args)  # (total, H, D)
+    starts, longest = attn_mask.starts, attn_mask.longest
+    lengths: dict[str, Any] = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    return functional.fused_relative_attention_varlen(query, key, value, **lengths, **options).transpose(0, 1)[None]
 
 
 def decomposed_relative_attention(*args: Any, dropout_p: float = 0.0, **kwargs: Any) -> Any:

@@ -51,6 +51,7 @@ class Report(dict[str, str]):
     def __init__(self, rows: list[Row], lengths: tuple[int, ...]) -> None:
         super().__init__({row.name: row.stock for row in rows if not row.reason})
         self.rows, self.lengths, self._compared = rows, lengths, Compared()
+        self.packed: dict[str, str] = {}
 
     def calls(self) -> Compared:
         """Return which calls were compared with the stock forward up to now."""
@@ -86,6 +87,10 @@ class Report(dict[str, str]):
             lines += ["", "left unchanged:"] if lines else ["left unchanged:"]
             for text in reasons:
                 lines += textwrap.wrap(text, 118, initial_indent="  ", subsequent_indent="    ")
+        if self.packed:
+            lines += ["", "without padding:", *(f"  {name or 'the model itself'} {text}" for name, text in self.packed.items())]
+        if any(text.startswith("packs") for text in self.packed.values()):
+            lines += textwrap.wrap(PADDED, 118, initial_indent="  ", subsequent_indent="  ")
         calls = self.calls()
         if calls.compared or calls.not_compared:
             lines += ["", f"calls compared with the stock forward: {calls.compared}"]
@@ -104,6 +109,12 @@ def _size(count: int | None) -> str:
 MEMORY = (
     "memory: all tensors in one layer's forward, one sequence, float32, stock -> enabled. On a CPU add the operator's blocks, "
     "some MiB at any length."
+)
+
+
+PADDED = (
+    "Batches stay padded with more than 9 tenths real tokens, masks with holes or of three or four dimensions, attention weights "
+    "that are asked for, caches, and under torch.compile."
 )
 
 

@@ -16,6 +16,7 @@ from ..enabled import PassesOn
 from ..in_place import InPlace
 from ..masks import ChunkedWindow
 from ..operators import fused_relative_attention, split_heads
+from ..packing import Packing
 from ..shadow import projections
 from . import masks
 from .masks import COLLECTS, PADDING_IF_THAT_IS_ALL, collects_weights, view
@@ -76,10 +77,11 @@ def query_key_value(module: Any, states: torch.Tensor) -> tuple[torch.Tensor, to
     return query, key, value
 
 
-def additive_mask(attention_mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return a mask as transformers' eager attention adds it to logits of dtype: the lowest number where a key is hidden."""
-    if attention_mask is None:
-        return None
+def additive_mask(attention_mask: Any, dtype: torch.dtype) -> Any:
+    """Return a mask as transformers' eager attention adds it to logits of dtype: the lowest number where a key is hidden; or the
+    Packing of a batch."""
+    if attention_mask is None or isinstance(attention_mask, Packing):
+        return attention_mask
     # Beside the lowest number all logits vanish: a query whose keys are all hidden sees them evenly. Logits are float32 at least,
     # beside which -65504, the lowest number of float16, is not low enough.
     wide = torch.promote_types(dtype, torch.float32)

@@ -13,6 +13,7 @@ from ...positions import RelativePositions
 from ..calls import is_graph
 from ..compact import Compact, is_small
 from ..operators import drop_probability, fused_relative_attention, join_heads, split_heads
+from ..packing import PackedMask, Packing, Packs
 from .base import Attention, Encoder
 
 LONGEST = 520
@@ -36,20 +37,21 @@ class DisentangledAttention(Attention):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor,
+        attention_mask: Any,
         query_states: torch.Tensor | None = None,
         relative_pos: torch.Tensor | None = None,
         rel_embeddings: torch.Tensor | None = None,
     ) -> Any:
-        """hidden_states (B, N, C), rel_embeddings (slots, C); attention_mask (B, 1, 1, N), 0 of padding, or (B, 1, N, N)."""
+        """hidden_states (B, N, C), rel_embeddings (slots, C); attention_mask (B, 1, 1, N), 0 of padding, or (B, 1, N, N), or a
+        Packing."""
+        is_packed = isinstance(attention_mask, Packing)
         query, key, value = self.query_key_value(hidden_states, query_states)
         term: dict[str, Any] = {"scale": (query.shape[-1] * self.num_terms()) ** -0.5}
         if rel_embeddings is not None:
-            term |= self.tables(self.pos_dropout(rel_embeddings), query.shape[2])
-        out: Any = fused_relative_attention(
-            query, key, value, attn_mask=attention_mask.bool(), dropout_p=self.dropout_p(), **term
-        )
-        return join_heads(self.padded_queries(out, value, attention_mask)), None
+            term |= self.tables(self.pos_dropout(rel_embeddings), attention_mask.longest if is_packed else query.shape[2])
+        mask = attention_mask if is_packed else attention_mask.bool()
+        out: Any = fused_relative_attention(query, key, value, attn_mask=mask, dropout_p=self.dropout_p(), **term)
+        return join_heads(out if is_packed else self.padded_queries(out, value, attention_mask)), None
 
     def query_key_value(self, states: torch.Tensor, query_states: torch.Tensor | None) -> list[torch.Tensor]:
         """Return (B, H, N, D) each."""
@@ -193,6 +195,8 @@ class DisentangledEncoder(Encoder):
     mask_function = None
 
     def get_attention_mask(self, attention_mask: torch.Tensor) -> torch.Tensor:
+        if isinstance(attention_mask, PackedMask):
+            return attention_mask
         make = super().get_attention_mask  # type: ignore[misc]
         if attention_mask.dim() == 2 and not is_graph():
             return Compact.of(attention_mask[:, None, None], lambda _: make(attention_mask))  # type: ignore[no-any-return]
@@ -207,7 +211,23 @@ class DisentangledEncoder(Encoder):
         return Compact.of(None, lambda _: make(hidden_states, query_states, relative_pos))
 
 
-class DebertaEncoder(DisentangledEncoder):
+class PackingEncoder(Packs, DisentangledEncoder):
+    """Of DeBERTa v2 and v3, whose convolution mixes neighbours."""
+
+    mask_dims = 2
+    neighbours: tuple[str, ...] = ("conv",)
+    padded_with = ("query_states", "relative_pos")
+
+    def dense_mask(self, packing: Packing) -> torch.Tensor:
+        return packing.blocks()
+
+    def width(self: Any) -> int:
+        return len(self.layer[0].output.LayerNorm.weight)
+
+
+class DebertaEncoder(PackingEncoder):
+    neighbours = ()
+
     @staticmethod
     def applies(module: Any) -> bool:
         return all(layer.attention.self.talking_head is False for layer in module.layer)

@@ -31,10 +31,11 @@ from ...positions import RelativePositions
 from ..calls import CALLS, is_graph, judge
 from ..compact import Compact, are_plain, rows, to_dense
 from ..comparison import Refused, compare, first_line
-from ..enabled import CHECKED, IMPLEMENTATION, is_switched
+from ..enabled import CHECKED, FEWEST, IMPLEMENTATION, is_switched
 from ..in_place import MASKS, num_heads
 from ..libraries import installed_version
 from ..operators import fused_relative_attention
+from ..packing import PackedMask
 from ..replacement import HARMLESS, Replacement
 from .base import Attention, additive_mask, wants_weights
 from .masks import real_keys, stock_mask, with_dense
@@ -131,8 +132,10 @@ def attention(
     if isinstance(position_bias, Term):
         query, term = position_bias.ours(module, query, key, *position_bias.arguments)
     elif small is not None and small.dim() == 2:
-        term = {"rel_bias": small, "positions": _positions(module), "query_offset": keys - queries}
-    if isinstance(attention_mask, Keys) and not attention_mask.is_written:
+        term = {"rel_bias": small, "positions": _positions(module)} | ({"query_offset": keys - queries} if keys > queries else {})
+    if isinstance(attention_mask, PackedMask):
+        is_causal, attention_mask = False, attention_mask.small
+    elif isinstance(attention_mask, Keys) and not attention_mask.is_written:
         is_causal, attention_mask = isinstance(attention_mask, CausalKeys), attention_mask.small
     elif attention_mask is not None:
         is_causal = False
@@ -158,8 +161,7 @@ def _has_few(module: Any, query: torch.Tensor, key: torch.Tensor) -> bool:
     """Return whether eager attention is faster."""
     if torch.compiler.is_compiling() or query.device.type != "cpu":
         return False
-    fewest = getattr(module, "fewest", ThroughTheDoor.fewest)  # that of a shadow is 0
-    return bool(query.shape[:3].numel() * key.shape[2] < fewest)
+    return bool(query.shape[:3].numel() * key.shape[2] < vars(module).get(FEWEST, ThroughTheDoor.fewest))
 
 
 def _by_stock(
@@ -294,7 +296,7 @@ class ThroughTheDoor(Attention):
     def prepare_model(cls, model: Any) -> None:
         """Give a shadow of a module a class with these methods, and have ours compute its short calls as well."""
         _with_implementation(model, "eager").__class__ = SHADOWS[type(model)]
-        vars(model)[CHECKED] = Checked()
+        vars(model)[CHECKED], vars(model)[FEWEST] = Checked(), 0
 
     @staticmethod
     def pairs(module: Any, hidden_states: torch.Tensor, **given: Any) -> int:  # type: ignore[override]
@@ -326,7 +328,7 @@ def serve(stock: Any, ours: type[ThroughTheDoor], model_type: str, forward: Any 
     mask = next(name for name in MASKS if name in names)
     replacement = Comparison(stock, ours, ours.forward, names, harmless=HARMLESS - names.keys(), mask=mask)
     stock.forward = _forward(replacement, stock.forward, forward(stock.forward) if forward else stock.forward)
-    attributes = {"forward": stock.forward, "fewest": 0, "__module__": stock.__module__}
+    attributes = {"forward": stock.forward, "__module__": stock.__module__}
     SHADOWS[stock] = type(stock.__name__, (ours, stock), attributes)
     SERVED[stock] = SERVED[SHADOWS[stock]] = replacement
     MODEL_TYPES.add(model_type)

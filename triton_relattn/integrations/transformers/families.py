@@ -104,7 +104,8 @@ CLASSES = {
     "deberta.DebertaAttention": "deberta.DisentangledSelfAttention",
     "deberta.DebertaEncoder": "deberta.DebertaEncoder",
     "deberta.DisentangledAttention": "deberta_v2.DisentangledSelfAttention",
-    "deberta.DisentangledEncoder": "deberta_v2.DebertaV2Encoder sew_d.SEWDTransformerEncoder",
+    "deberta.DisentangledEncoder": "sew_d.SEWDTransformerEncoder",
+    "deberta.PackingEncoder": "deberta_v2.DebertaV2Encoder",
     "deberta.SewDAttention": "sew_d.DisentangledSelfAttention",
     "gemma.Gemma3nAudioAttention": "gemma3n.Gemma3nAudioAttention",
     "gemma.Gemma4AudioAttention": "gemma4.Gemma4AudioAttention",
@@ -142,6 +143,7 @@ CLASSES = {
     "t5.LocalAttention": "longt5.LongT5LocalAttention",
     "t5.MPNetEncoder": "mpnet.MPNetEncoder",
     "t5.MPNetSelfAttention": "mpnet.MPNetSelfAttention",
+    "t5.T5Encoder": "t5.T5Stack mt5.MT5Stack umt5.UMT5Stack pop2piano.Pop2PianoStack",
     "t5.UMT5Attention": "umt5.UMT5Attention",
 }
 """By our class, ``module.Class`` in this folder, the stock classes in whose place it is, ``folder.Class`` of transformers."""

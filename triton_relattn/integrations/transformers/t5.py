@@ -20,6 +20,7 @@ from ..compact import Compact, rows
 from ..enabled import IMPLEMENTATION
 from ..libraries import with_globals
 from ..operators import drop_probability, fused_relative_attention, join_heads, split_heads
+from ..packing import Packing, Packs
 from . import masks
 from .base import Attention, Encoder, additive_mask
 from .door import ThroughTheDoor, serve
@@ -99,6 +100,22 @@ def without_zeros(stock: Any) -> Any:
         return forward(module, *args, **kwargs)
 
     return run
+
+
+class T5Encoder(Packs):
+    """An encoder's stack: its tokens are unpadded before they are embedded."""
+
+    states, packs_only = ("inputs_embeds", "input_ids"), True
+
+    @staticmethod
+    def applies(module: Any) -> bool:
+        return not module.is_decoder
+
+    def dense_mask(self, packing: Packing) -> torch.Tensor:
+        return packing.blocks()
+
+    def width(self: Any) -> int:
+        return int(self.embed_tokens.embedding_dim)
 
 
 BUCKETED = (
@@ -211,8 +228,11 @@ def mpnet_bias(table: torch.Tensor, states: torch.Tensor) -> Any:
     return Compact.of(table, lambda small: rows(small, MPNET_POSITIONS, length, length).expand(batch, -1, -1, -1))
 
 
-class MPNetEncoder(Encoder):
+class MPNetEncoder(Packs, Encoder):
     mask_function = None
+
+    def mask_of(self, real: torch.Tensor) -> Any:
+        return masks.example(self.config, len(real), real.shape[1], real)
 
     def compute_position_bias(self, x: torch.Tensor, position_ids: Any = None, num_buckets: int = MPNET_BUCKETS) -> Any:
         if is_graph() or position_ids is not None:
