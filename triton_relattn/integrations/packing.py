@@ -200,8 +200,8 @@ NOT_PACKED = {
     "LongT5Stack": "it cuts blocks at multiples of their length",
 }
 """Why encoders are not packed, by class."""
-SEQUENCES = (6, 2, 0, 1, 4)
-"""The lengths that are compared, of at most 7 tokens."""
+SEQUENCES, LONGEST = (5, 2, 0, 1), 6
+"""The lengths that are compared, and that of the padded batch."""
 
 
 def pack(encoder: Packs) -> float:
@@ -236,35 +236,42 @@ def _difference(encoder: Any) -> float:
             drawn[key] = nn.Parameter(new) if key[0] else new
         return drawn[key]
 
-    model = shadow(encoder, convert).eval()
-    leaves = {str(key): weight for key, weight in drawn.items() if key[0]}
+    model, place, lengths = shadow(encoder, convert).eval(), torch.arange(LONGEST), torch.tensor(SEQUENCES)[:, None]
+    leaves = {f"weights {key[1]}": weight for key, weight in drawn.items() if key[0]}
+
+    def results(real: torch.Tensor, is_packed: bool, by_operator: bool, gradients: bool) -> dict[str, torch.Tensor]:
+        """Return the output of real tokens, and all gradients; by the operator, or by stock attention with the mask of blocks."""
+        counts = vars(model)[PACKED] = Counter[str]() if is_packed else None
+        for part in model.modules():
+            vars(part)[FEWEST] = 0 if by_operator else 1 << 62
+        draws = torch.Generator().manual_seed(1)
+        states, d_out = (
+            torch.randn(*real.shape, model.width(), dtype=dtype, generator=draws) * real[..., None]  # as embeddings have it
+            for _ in range(2)
+        )
+        mask = model.mask_of(real)
+        given = {model.states[0]: states.requires_grad_(gradients), "attention_mask": mask}
+        given["attention_mask"] = mask.cast(dtype) if isinstance(mask, Compact) else mask
+        with torch.set_grad_enabled(gradients), Promoted() if dtype == torch.float64 else nullcontext():
+            out = model(**given)[0]
+            if counts is not None and not counts[""]:
+                raise Refused(f"it stays padded: {', '.join(counts)}")
+            found = {OUTPUT: out.detach() * real[..., None]}
+            if gradients:
+                inputs = [states, *leaves.values()]
+                of_input, *others = torch.autograd.grad(out, inputs, d_out, allow_unused=True, materialize_grads=True)
+                found |= {f"{GRADIENT}{name}": gradient for name, gradient in zip(leaves, others, strict=True)}
+                found[f"{GRADIENT}its input"] = of_input * real[..., None]
+        return found
+
     worst = 0.0
-    for is_left in (False, True):
-        place, lengths = torch.arange(7), torch.tensor(SEQUENCES)[:, None]
-        real = place >= 7 - lengths if is_left else place < lengths
-        states = torch.randn(*real.shape, model.width(), dtype=dtype) * real[..., None]  # embeddings are zero at padding
-        states.requires_grad_()
-        d_out = torch.randn(states.shape, dtype=dtype) * real[..., None]
-        for fewest in ({FEWEST: 0}, {}):  # by the operator, and by stock attention with the mask of blocks
-            results = []
-            for counts in (Counter[str](), None):
-                for part in model.modules():
-                    vars(part).pop(FEWEST, None)
-                    vars(part).update(fewest)
-                vars(model)[PACKED] = counts
-                mask = model.mask_of(real)
-                given = {model.states[0]: states, "attention_mask": mask.cast(dtype) if isinstance(mask, Compact) else mask}
-                with Promoted() if dtype == torch.float64 else nullcontext():
-                    out = model(**given)[0]
-                    found = torch.autograd.grad(out, [states, *leaves.values()], d_out, allow_unused=True, materialize_grads=True)
-                found = (found[0] * real[..., None], *found[1:])  # embeddings of padding have none
-                gradients = {GRADIENT + name: gradient for name, gradient in zip(("its input", *leaves), found, strict=True)}
-                results.append({OUTPUT: out.detach() * real[..., None], **gradients})
-                if counts is not None and not counts[""]:
-                    raise Refused(f"it stays padded: {', '.join(counts)}")
-            name = f"sentences padded on the {'left' if is_left else 'right'}"
+    for side, real, gradients in (("right", place < lengths, True), ("left", place >= LONGEST - lengths, False)):
+        padded = results(real, False, True, gradients)
+        for by_operator in (True, False)[: 1 + (not gradients)]:
+            name = f"sentences padded on the {side}"
             try:
-                worst = max(worst, largest_difference(name, results[0], results[1], limit))
+                packed = results(real, True, by_operator, gradients)
+                worst = max(worst, largest_difference(name, packed, padded, limit))
             except Differs as error:
                 raise Refused(f"packed it computes something else. {error}") from error
     return worst
