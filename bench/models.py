@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -29,7 +30,7 @@ from .cases.methods import OURS
 from .families import FAMILIES, Family
 from .measure import timing
 from .report import summary
-from .report.models import tables
+from .report.models import PACKED, tables
 from .report.rows import Table, stamp
 from .report.summary import DIRECTIONS
 from .report.text import interruptible, progress, short_bytes
@@ -37,12 +38,17 @@ from .verbs.options import add_csv, add_list, add_machine, positive, positive_nu
 
 COLUMNS = (
     *("verb", "case", "method", "direction", "status", "batch", "seqlen", "layers", "dtype"),
-    *("p20_ms", "p50_ms", "p80_ms", "rounds", "peak_bytes", "error", "checked_against"),
+    *("p20_ms", "p50_ms", "p80_ms", "rounds", "peak_bytes", "error", "checked_against", "real"),
 )
-"""error: of the output or of the gradients of all parameters, see :func:`distance`."""
+"""error: of the output or of the gradients of all parameters, see :func:`distance`. real: the share of real tokens in a batch of
+sentences, if one was asked for."""
 METHODS = (OURS, "eager", "sdpa")
+PACKING = ("t5", "mt5", "umt5", "deberta", "deberta_v2", "mpnet")
+"""Families whose encoders pack."""
 STOCK = "stock"  # the implementation that computes what a model means to: eager, unless that is wrong
 WARM_UP_LENGTH, CHECKED_LENGTH = 64, 200
+SPREAD = 0.8
+"""The deviation of the logarithms of sentences' lengths."""
 LONGEST_IN_TURN = 8192  # longer ones are timed once, while their memory is measured
 PADDING = 8  # one in so many frames
 ROUNDS = 20
@@ -57,7 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     lengths = "256,512,1024,2048,4096"
     parser.add_argument("--lengths", type=positive_numbers, default=lengths, metavar="A,B", help="frames or tokens (%(default)s)")
     parser.add_argument("--batches", type=positive_numbers, default="1", metavar="A,B", help="sequences at once (%(default)s)")
-    add_list(parser, "methods", (*METHODS, STOCK), METHODS)
+    add_list(parser, "methods", (*METHODS, PACKED, STOCK), METHODS)
+    words = "shares of real tokens in batches of sentences, whose longest one has the length; of encoders alone"
+    parser.add_argument("--real", type=shares, default=None, metavar="A,B", help=words)
     add_list(parser, "directions", DIRECTIONS, DIRECTIONS)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="dtype of the models (%(default)s)")
     parser.add_argument("--small", action="store_true", help="small models, to try it out")
@@ -68,14 +76,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_csv(parser)
 
 
+def shares(text: str) -> list[float]:
+    """A parser of shares of real tokens."""
+    found = [float(part) for part in text.split(",")]
+    if not all(0 < share <= 1 for share in found):
+        raise argparse.ArgumentTypeError(f"shares are above 0 and at most 1, got {text}")
+    return found
+
+
 class Size(NamedTuple):
-    """Size of a model's input: so many sequences, of so many frames or tokens."""
+    """Size of a model's input: so many sequences, of so many frames or tokens, of which a share is real."""
 
     length: int
     batch: int = 1
+    real: float | None = None
 
     def __str__(self) -> str:
-        return str(self.length) + f" x {self.batch}" * (self.batch > 1)
+        return str(self.length) + f" x {self.batch}" * (self.batch > 1) + f", {self.real} real" * (self.real is not None)
+
+    def lengths(self, padding: int) -> list[int]:
+        """The lengths of sequences: one in so many frames is padding; of sentences, those of a lognormal distribution."""
+        if self.real is None:
+            return [self.length - self.length // padding if padding else self.length] * self.batch
+        draws = (SPREAD * torch.randn(self.batch - 1, generator=torch.Generator().manual_seed(1))).exp().tolist()
+        wanted, low, high = self.real * self.length * self.batch - self.length, 0.0, float(self.length)
+        for _ in range(40):  # a scale with which the lengths have this sum
+            scale = (low + high) / 2
+            others = [min(max(round(scale * draw), 1), self.length) for draw in draws]
+            low, high = (scale, high) if sum(others) < wanted else (low, scale)
+        return [self.length, *others]
 
 
 class Point(NamedTuple):
@@ -88,39 +117,45 @@ class Point(NamedTuple):
 
 def sizes(options: argparse.Namespace) -> list[Size]:
     """Those with less work for dense attention first."""
-    found = (Size(length, batch) for length in options.lengths for batch in options.batches)
-    return sorted(found, key=lambda size: size.length**2 * size.batch)
+    found = itertools.product(options.lengths, options.batches, options.real or [None])
+    return sorted((Size(*size) for size in found), key=lambda size: size.length**2 * size.batch)
 
 
 def build(family: Family, options: argparse.Namespace) -> nn.Module:
     torch.manual_seed(0)
-    return family.build(small=options.small).to(options.device, DTYPES[options.dtype])
+    model = family.build(small=options.small).to(options.device, DTYPES[options.dtype])
+    has_decoder = getattr(model.config, "is_encoder_decoder", False)
+    return model.get_encoder() if options.real and has_decoder else model  # type: ignore[operator]
 
 
 def make_inputs(family: Family, model: nn.Module, size: Size, padding: int = PADDING) -> dict[str, Any]:
     """The arguments of a model's forward, in its dtype: sequences whose end is padding if the model takes a mask."""
-    length = size.length - size.length // padding if padding else size.length
     like = next(model.parameters())
-    arguments = family.make(model, size.length, [length] * size.batch)
+    arguments = family.make(model, size.length, size.lengths(padding))
+    if size.real is not None:
+        arguments = {name: arguments[name] for name in ("input_ids", "attention_mask")}
     return {name: value.to(like if value.is_floating_point() else like.device) for name, value in arguments.items()}
 
 
 def use(model: nn.Module, method: str) -> None:
     disable(model)
-    if method == OURS:
+    if method in (OURS, PACKED):
         if getattr(model, "_supports_sdpa", False):  # the eager one of some families computes something else, and is refused
             model.config._attn_implementation = "sdpa"  # type: ignore[union-attr]
-        enable(model, check_calls=False)  # calls that are measured are ours alone
+        enable(model, check_calls=False, packed=method == PACKED)  # calls that are measured are ours alone
     else:
         model.config._attn_implementation = method  # type: ignore[union-attr]
 
 
-def make_step(model: nn.Module, method: str, arguments: dict[str, Any], direction: str) -> timing.Step:
+def make_step(
+    model: nn.Module, method: str, arguments: dict[str, Any], direction: str, of_real_tokens: bool = False
+) -> timing.Step:
     """A step of one direction: it returns the output, or that and all parameters' gradients, which stay allocated."""
 
     def output() -> torch.Tensor:
         # Wav2Vec2-Conformer writes zeros into its input.
-        return families.output(model(**{name: value.clone() for name, value in arguments.items()}))
+        out = families.output(model(**{name: value.clone() for name, value in arguments.items()}))
+        return out * arguments["attention_mask"][..., None] if of_real_tokens else out
 
     def forward(_: None) -> Sequence[torch.Tensor]:
         with torch.no_grad():
@@ -141,22 +176,25 @@ def make_step(model: nn.Module, method: str, arguments: dict[str, Any], directio
 def check(family: Family, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Columns of each method: how far it is off from the stock model in float64, and a status if that is too far.
 
-    Without padding: in float64, the mask of some models overflows.
+    Without padding: in float64, the mask of some models overflows. Of sentences the real tokens.
     """
-    model = build(family, options)
-    arguments = make_inputs(family, model, Size(CHECKED_LENGTH), padding=0)
+    model, ours = build(family, options), (OURS, PACKED) if options.real and family.folder in PACKING else (OURS,)
+    size = Size(CHECKED_LENGTH, 4, min(options.real)) if options.real else Size(CHECKED_LENGTH)
+    arguments = make_inputs(family, model, size, padding=0)
 
     def results(method: str) -> list[torch.Tensor]:
-        return [result.clone() for result in make_step(model, method, arguments, DIRECTIONS[1]).run()]
+        step = make_step(model, method, arguments, DIRECTIONS[1], of_real_tokens=size.real is not None)
+        return [result.clone() for result in step.run()]
 
-    by_method = {method: results(method) for method in (*family.stock, OURS)}
+    by_method = {method: results(method) for method in (*family.stock, *ours)}
     model.double()
     arguments = {name: value.double() if value.is_floating_point() else value for name, value in arguments.items()}
     with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):  # what a model computes in float32 on purpose
         golden = results(family.stock[0])
     errors = {method: distance(actual, golden) for method, actual in by_method.items()}
     most = dict.fromkeys(by_method, timing.TOLERANCE[options.dtype])
-    most[OURS] = min(most[OURS], FACTOR * errors[family.stock[0]] + UNITS * torch.finfo(DTYPES[options.dtype]).eps)
+    for method in ours:
+        most[method] = min(most[method], FACTOR * errors[family.stock[0]] + UNITS * torch.finfo(DTYPES[options.dtype]).eps)
     found: dict[str, dict[str, Any]] = {}
     for method, error in errors.items():
         found[method] = {"error": error, "checked_against": "float64"}
@@ -185,7 +223,8 @@ class Measurement:
     def __init__(self, family: Family, options: argparse.Namespace) -> None:
         self.family, self.options, self.failed = family, options, dict[str, str]()
         methods = dict.fromkeys(family.stock[0] if name == STOCK else name for name in options.methods)
-        status = {name: "ok" if name in (*family.stock, OURS) else "does not apply: the model has none" for name in methods}
+        known = (*family.stock, OURS, *[PACKED] * bool(options.real and family.folder in PACKING))
+        status = {name: "ok" if name in known else "does not apply: the model has none" for name in methods}
         points = (Point(size, name, way) for size in sizes(options) for name in methods for way in options.directions)
         self.found: dict[Point, dict[str, Any]] = {point: {"status": status[point.method]} for point in points}
 
@@ -202,7 +241,7 @@ class Measurement:
                 self.measure_times(size, right)
             for point in points:
                 row: dict[str, Any] = {"case": self.family.name, "method": point.method, "direction": point.direction}
-                row |= {"layers": 1, "seqlen": size.length, "batch": size.batch}
+                row |= {"layers": 1, "seqlen": size.length, "batch": size.batch, "real": size.real}
                 # What is wrong has no figures, what has no figures was not checked.
                 is_shown = point in right or self.found[point]["status"] != "ok"
                 rows.append(row | checks.get(point.method, {}) | (self.found[point] if is_shown else {}))

@@ -61,6 +61,8 @@ NAMES = {
     "pp_formulanet": "PP-FormulaNet",
 }
 """Names of the models of each family."""
+PACKED = "packed"
+"""The method that leaves padding out."""
 GAIN = 1.05
 """A ratio from which on a figure shows a gain."""
 Ratios = dict[str, float]
@@ -71,7 +73,7 @@ def family_title(case: str) -> str:
 
 
 def single_sequences(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if str(row["batch"]) == "1"]
+    return [row for row in rows if str(row["batch"]) == "1" and not row.get("real")]
 
 
 def single_lengths(rows: Sequence[Row]) -> list[int]:
@@ -98,9 +100,25 @@ def over_ours(rows: Sequence[Row], length: int, column: str) -> Ratios:
 
 def tables(rows: Sequence[Row], shown: Sequence[str] | None = None) -> str:
     """Single sequences and batches, as Markdown; means are over all families, lines of those that are shown, by default all."""
-    batches = [row for row in rows if row["batch"] and str(row["batch"]) != "1"]
-    parts = [*single(rows, shown)] * bool(single_lengths(rows)) + [ratios(batches, shown)] * bool(batches)
+    padded = [row for row in rows if not row.get("real")]
+    batches = [row for row in padded if row["batch"] and str(row["batch"]) != "1"]
+    parts = [*single(padded, shown)] * bool(single_lengths(padded)) + [ratios(batches, shown)] * bool(batches)
+    if of_sentences := [row for row in rows if row.get("real")]:
+        parts.append(sentences(of_sentences))
     return "\n\n".join(parts) + "\n"
+
+
+def sentences(rows: Sequence[Row]) -> str:
+    """Times of batches by their share of real tokens, and how many times as long as packed the fastest stock method takes."""
+    groups = pivot(rows, ["case", "seqlen", "batch", "real", "direction"], "p50_ms")
+    methods = list(dict.fromkeys(row["method"] for row in rows if any(row["method"] in found for found in groups.values())))
+    body = []
+    for (case, length, batch, real, direction), found in groups.items():
+        stock = [found[method] for method in found if method not in (OURS, PACKED)]
+        gain = f"{min(stock) / found[PACKED]:.2f}" if stock and PACKED in found else "-"
+        times = (f"{found[method]:,.0f}" if method in found else "-" for method in methods)
+        body.append([family_title(case), f"{batch} x {length}", f"{float(real):.2f}", direction, *times, gain])
+    return markdown_table(["sentences, ms", "batch", "real", "", *methods, "stock / packed"], body)
 
 
 def single(rows: Sequence[Row], shown: Sequence[str] | None = None) -> list[str]:
@@ -150,6 +168,36 @@ def ratios(rows: Sequence[Row], shown: Sequence[str] | None = None) -> str:
     return "\n\n".join([*parts, "Time of the stock model over ours, medians."])
 
 
+def draw_sentences(rows: Sequence[Row], path: Path) -> None:
+    """How many times as fast as the fastest stock method packed encoders are, by the share of real tokens, a panel each way."""
+    groups = pivot(rows, ["direction", "case", "batch", "real"], "p50_ms")
+    lines: dict[str, dict[str, list[tuple[float, float]]]] = {direction: {} for direction in DIRECTIONS}
+    for (direction, case, batch, real), found in groups.items():
+        stock = [found[method] for method in found if method not in (OURS, PACKED)]
+        if stock and PACKED in found:
+            line = lines[direction].setdefault(f"{family_title(case)}, {batch} sentences", [])
+            line.append((float(real), min(stock) / found[PACKED]))
+    below = caption(rows, f"One layer of real width; {SENTENCES}")
+    with new_figure(path, below) as figure:
+        figure.set_size_inches(WIDTH, 4.2)
+        panels = figure.subplots(1, len(DIRECTIONS), sharey=True)
+        figure.subplots_adjust(left=0.08, right=0.98, top=0.9, bottom=0.27, wspace=0.08)
+        looks = [STYLES[name] for name in (OURS, "shaw_gather", "gather", "skewing", "flex_attention", "dense_bias")]
+        for axes, (direction, by_name) in zip(panels, lines.items(), strict=True):
+            for (name, values), look in zip(by_name.items(), looks * len(by_name), strict=False):
+                axes.plot(*zip(*sorted(values), strict=True), label=name, **(look | {"linewidth": 1.8, "markersize": 6}))
+            shares = sorted({share for values in by_name.values() for share, _ in values})
+            axes.plot(shares, [1 / share for share in shares], color=MUTED, linestyle=":", linewidth=1, label="1 / share")
+            axes.axhline(1, color=MUTED, linewidth=0.8)
+            axes.set_title(direction, loc="left", fontsize=10.5, color=INK)
+            axes.set_xlabel("share of real tokens", color=INK)
+            axes.set_ylim(bottom=0)
+            axes.spines[["top", "right"]].set_visible(False)
+        panels[0].set_ylabel("times as fast as stock", color=INK)
+        panels[0].legend(frameon=False, fontsize=SMALL)
+
+
+SENTENCES = "lengths of sentences are lognormal, padded to the longest; the fastest stock way."
 COMPARISONS = {"p50_ms": ("time", "as long"), "peak_bytes": ("memory", "as much")}
 NAMES_WIDE, BARS_WIDE, COLUMN, ROW, TITLE = 1.75, 1.6, 4.0, 0.19, 0.62  # inches
 

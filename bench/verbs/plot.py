@@ -48,8 +48,11 @@ def run(options: argparse.Namespace) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     for verb, rows in by_verb.items():
         path = options.out / f"{verb}.png"
+        if verb == "models" and (sentences := [row for row in rows if row.get("real")]):
+            models.draw_sentences(sentences, options.out / "sentences.png")
+            print(options.out / "sentences.png")
         if verb == "models" and models.single_lengths(rows):
-            models.draw(rows, path)
+            models.draw([row for row in rows if not row.get("real")], path)
         elif verb != "models" and rows:
             draw_directions(verb, rows, path, options.methods or tuple(LEADING))
         else:

@@ -178,16 +178,19 @@ def test_gradients_through_checkpoints(use_reentrant: bool) -> None:
 
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_generation(cache: str | None) -> None:
-    """Greedy tokens with and without left padding are those of eager attention."""
-    model = writer("t5")
+    """Tokens and logits with and without left padding are those of eager attention."""
+    model = writer("t5", torch.float64)
     torch.manual_seed(1)
     tokens, mask = torch.randint(1, 50, (2, 12)), torch.ones(2, 12).long()
     mask[0, :5] = 0
     options = {"max_new_tokens": 9, "do_sample": False, "cache_implementation": cache, "pad_token_id": 0}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
     stock = [model.generate(tokens, attention_mask=given, **options) for given in (None, mask)]
     model.set_attn_implementation(NAME)
     for given, expected in zip((None, mask), stock, strict=True):
-        assert torch.equal(model.generate(tokens, attention_mask=given, **options), expected)
+        found = model.generate(tokens, attention_mask=given, **options)
+        assert torch.equal(found.sequences, expected.sequences)
+        assert_near("logits", torch.stack(found.logits), torch.stack(expected.logits))
 
 
 def test_masks_of_the_user() -> None:

@@ -73,6 +73,8 @@ def enable(
     Args:
         model: a module, or any object that holds some, as a pipeline does: those among its attributes and ``components``.
         by_structure: whether modules of unknown classes are served.
+        packed: whether encoders of sentences (T5, DeBERTa, MPNet) run on the real tokens of a batch alone, where at most nine
+            tenths are real: padded tensors in and out, (1, total, C) in between. Each is compared with itself, padded.
         check_calls: which modules' calls are compared. None: those that are known by their structure alone; True: all; False:
             none.
         lengths: for which the report counts memory, in positions.
