@@ -99,7 +99,7 @@ class Size(NamedTuple):
         if self.real is None:
             return [self.length - self.length // padding if padding else self.length] * self.batch
         draws = (SPREAD * torch.randn(self.batch - 1, generator=torch.Generator().manual_seed(1))).exp().tolist()
-        wanted, low, high = self.real * self.length * self.batch - self.length, 0.0, float(self.length)
+        wanted, low, high = self.real * self.length * self.batch - self.length, 0.0, 100.0 * self.length
         for _ in range(40):  # a scale with which the lengths have this sum
             scale = (low + high) / 2
             others = [min(max(round(scale * draw), 1), self.length) for draw in draws]
@@ -178,7 +178,7 @@ def check(family: Family, options: argparse.Namespace) -> dict[str, dict[str, An
 
     Without padding: in float64, the mask of some models overflows. Of sentences the real tokens.
     """
-    model, ours = build(family, options), (OURS, PACKED) if options.real and family.folder in PACKING else (OURS,)
+    model, ours = build(family, options), (OURS, PACKED) if options.real else (OURS,)
     size = Size(CHECKED_LENGTH, 4, min(options.real)) if options.real else Size(CHECKED_LENGTH)
     arguments = make_inputs(family, model, size, padding=0)
 
@@ -223,7 +223,7 @@ class Measurement:
     def __init__(self, family: Family, options: argparse.Namespace) -> None:
         self.family, self.options, self.failed = family, options, dict[str, str]()
         methods = dict.fromkeys(family.stock[0] if name == STOCK else name for name in options.methods)
-        known = (*family.stock, OURS, *[PACKED] * bool(options.real and family.folder in PACKING))
+        known = (*family.stock, OURS, *[PACKED] * bool(options.real))
         status = {name: "ok" if name in known else "does not apply: the model has none" for name in methods}
         points = (Point(size, name, way) for size in sizes(options) for name in methods for way in options.directions)
         self.found: dict[Point, dict[str, Any]] = {point: {"status": status[point.method]} for point in points}
@@ -312,6 +312,9 @@ def run(options: argparse.Namespace) -> int:
     table = Table(COLUMNS, stamp(options.device), options.csv)
     with interruptible():
         for name in options.families:
+            if options.real and FAMILIES[name].folder not in PACKING:
+                print(f"{name}: it has no encoder that packs")
+                continue
             found = in_own_process(measure, (name, options), None)
             for row in found.get("rows", [{"case": name, "method": OURS, "status": found["status"]}]):
                 table.add({"verb": "models", "dtype": options.dtype, **row})

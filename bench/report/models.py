@@ -194,7 +194,7 @@ def draw_sentences(rows: Sequence[Row], path: Path) -> None:
             axes.set_ylim(bottom=0)
             axes.spines[["top", "right"]].set_visible(False)
         panels[0].set_ylabel("times as fast as stock", color=INK)
-        panels[0].legend(frameon=False, fontsize=SMALL)
+        panels[-1].legend(frameon=False, fontsize=SMALL)
 
 
 SENTENCES = "lengths of sentences are lognormal, padded to the longest; the fastest stock way."

@@ -241,6 +241,34 @@ def test_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"| sdpa | {times['sdpa'] / times[OURS]:.2f} |" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
+def test_models_on_batches_of_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Encoders alone, at shares of real tokens: packed is checked and timed where there is an encoder that packs."""
+    pytest.importorskip("transformers")
+    path = tmp_path / "sentences.csv"
+    words = ("--lengths", "40", "--batches", "6", "--real", "0.3,0.6", "--methods", "triton_relattn,packed,eager", "--no-memory")
+    assert main(models_command("--families", "t5,vits", "--directions", "forward", *words, "--csv", str(path))) == 0
+    assert "vits: it has no encoder that packs" in capsys.readouterr().out
+    rows = read(path)
+    assert {(row["real"], row["method"]) for row in rows} == {
+        (share, method) for share in ("0.3", "0.6") for method in (OURS, "packed", "eager")
+    }
+    for row in rows:
+        assert row["status"] == "ok" and row["checked_against"] == "float64" and float(row["p50_ms"]) > 0, row
+        assert_at_most("error", float(row["error"]), dtype_tolerance(torch.float32))
+    assert main(["plot", str(path), "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "sentences.png").read_bytes().startswith(PNG) and not (tmp_path / "models.png").exists()
+    assert "| T5 | 6 x 40 | 0.30 | forward |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
+def test_lengths_of_sentences(share: float) -> None:
+    """The longest has the length, and the sum is the share."""
+    lengths = models.Size(200, 16, share).lengths(8)
+    assert len(lengths) == 16 and max(lengths) == 200 and min(lengths) >= 1
+    assert_at_most("share", abs(sum(lengths) / (16 * 200) - share), 0.01)
+
+
 def test_a_model_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A model whose table is read one row too far in the past is reported as wrong and not timed; a missing sdpa is reported."""
     pytest.importorskip("transformers")

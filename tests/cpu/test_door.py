@@ -115,6 +115,23 @@ def test_a_module_that_differs_is_eagers(monkeypatch: pytest.MonkeyPatch) -> Non
     assert other.config._attn_implementation == "eager" and torch.equal(output(other, given), expected)
 
 
+def test_what_raises_in_ours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call is eager's; one warning names the exception."""
+    model = switched("t5")
+    given = arguments("t5", model, PADDED)
+    output(model, given)
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise IndexError("planted")
+
+    monkeypatch.setattr(door, "fused_relative_attention", fails)
+    forget_warnings()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert torch.equal(output(model, given), output(build("t5"), given))
+    assert ["IndexError: planted" in str(warning.message) for warning in caught] == [True]
+
+
 @pytest.mark.parametrize("name", ["t5", "pix2struct", "wav2vec2_bert"])
 def test_attention_weights_are_eagers(name: str) -> None:
     model = build(name)

@@ -165,7 +165,8 @@ def test_a_part_of_a_model(part: str) -> None:
 def test_a_part_that_is_disabled(name: str) -> None:
     """A mix of stock and enabled layers works: each kind reads what the other passes on."""
     model, given = subject(name, torch.float64)
-    with in_float64():
+    with in_float64(), warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*ours raises")
         expected = results(model, given, counting(name, PADDED))
         attention = [path for path, kind in enable(model).items() if "Attention" in kind]
         for path in (attention[0], attention[-1]):

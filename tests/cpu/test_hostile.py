@@ -471,7 +471,7 @@ def test_stock_forwards_that_cast_to_float32(name: str) -> None:
     assert report.calls().compared > 0 and not report.calls().differing
 
 
-@pytest.mark.parametrize("name", ["wav2vec2_bert", "t5"])
+@pytest.mark.parametrize("name", ["parakeet", "mpnet", "t5"])
 @pytest.mark.parametrize("through", ["a copy", "a file"])
 def test_one_layer_of_a_copy_is_stock(name: str, through: str) -> None:
     """One layer of a copy is disabled and the copy compiled: its stock layer cannot read what enabled layers pass on."""

@@ -303,6 +303,14 @@ def test_encoders_that_stay_padded(name: str, reason: str) -> None:
         assert enable(build(name), packed=True)
 
 
+def test_an_encoder_whose_forward_was_replaced() -> None:
+    """As by accelerate's hooks, which would not reach ours."""
+    model = encoder("mpnet", torch.float32)
+    model.encoder.forward = model.encoder.forward
+    with pytest.warns(UserWarning, match="its forward was replaced"):
+        assert enable(model, packed=True)
+
+
 def test_decoders_stay_padded() -> None:
     model = build("t5")
     report = enable(model, packed=True)

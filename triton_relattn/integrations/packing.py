@@ -207,6 +207,8 @@ SEQUENCES, LONGEST = (5, 2, 0, 1), 6
 def pack(encoder: Packs) -> float:
     """Let an encoder pack, and return how far packed and padded results differ; raise Refused if they do, or if one raises."""
     module: Any = encoder
+    if "forward" in vars(module):
+        raise Refused("its forward was replaced (by a hook?); call enable first")
     for name in module.neighbours:
         if (child := getattr(module, name)) is not None:
             child.__class__ = enabled_class(type(child), MixesNeighbours, None)

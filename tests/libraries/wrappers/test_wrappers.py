@@ -17,6 +17,8 @@ from tests.cpu.models import Sizes, assert_same, computed, parts, varied
 from tests.libraries.standins import absent, bare, is_installed
 from tests.tolerance import assert_near
 from triton_relattn import disable, enable
+from triton_relattn.integrations import packing
+from triton_relattn.integrations.isolation import Promoted
 
 pytestmark = pytest.mark.skipif(
     not (is_installed("sentence_transformers") and is_installed("transformers")), reason="not installed: make test-libraries"
@@ -173,6 +175,23 @@ def test_wrappers(make: Any, tmp_path: Path) -> None:
     else:
         assert_same(ours, expected)
     assert disable(model) == dict(report)
+
+
+@pytest.mark.parametrize("make", [sentence_transformers, gliner], ids=lambda make: make.__name__)
+def test_packed(make: Any, tmp_path: Path) -> None:
+    """Their encoders leave padding out, where outputs are zero; embeddings of sentences are the same."""
+    model, run, _ = make(tmp_path)
+    for part in parts(model):
+        varied(part).double().eval()
+    with torch.no_grad(), Promoted():
+        expected = run(model)
+        report = enable(model, packed=True)
+        (encoder,) = (part for part in model.modules() if isinstance(part, packing.Packs))
+        out = run(model)
+    assert dict(vars(encoder)[packing.PACKED]) == {"": 1} and "packs batches of padded sequences" in str(report)
+    real = (out != 0).any(-1, keepdim=True)
+    assert make is gliner or real.all()
+    assert_near("out", out, expected * real)
 
 
 def t5() -> tuple[Any, torch.Tensor]:

@@ -120,30 +120,59 @@ def attention(
     """
     is_causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     given, small = {"scaling": scaling, "dropout": dropout, **kwargs}, _small(position_bias)
-    queries, keys = query.shape[2], key.shape[2]
-    term: dict[str, Any] = {}
+
+    def by_stock() -> Any:
+        return _by_stock(module, query, key, value, attention_mask, position_bias, is_causal, given)
+
     # No model of transformers passes on None where the future is hidden, but for a graph, in which masks are plain.
     is_unclear = attention_mask is None and is_causal and not are_plain()
     is_trained = isinstance(attention_mask, torch.Tensor) and attention_mask.requires_grad
     if is_unclear or is_trained or kwargs.get("output_attentions") or _is_dense(small):
-        return _by_stock(module, query, key, value, attention_mask, position_bias, is_causal, given)
+        return by_stock()
     if not is_ours(module) or _has_few(module, query, key):
-        return _by_stock(module, query, key, value, attention_mask, position_bias, is_causal, given)
+        return by_stock()
+    if torch.compiler.is_compiling():
+        return _by_ours(module, query, key, value, attention_mask, position_bias, is_causal, scaling, dropout)
+    try:
+        return _by_ours(module, query, key, value, attention_mask, position_bias, is_causal, scaling, dropout)
+    except torch.OutOfMemoryError:  # stock attention needs more
+        raise
+    except Exception as error:
+        text = f"{type(error).__name__}: {first_line(error)}"
+    result = by_stock()  # whose own error counts
+    about = f"attention of {type(module).__qualname__} in calls like this one is eager's, because ours raises {text}"
+    warn_once(about, f"triton_relattn: {about}", 4, UserWarning)
+    return result
+
+
+def _by_ours(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Any,
+    position_bias: Any,
+    is_causal: bool,
+    scaling: float | None,
+    dropout: float,
+) -> tuple[torch.Tensor, None]:
+    """Compute attention by the operator."""
+    queries, keys, small = query.shape[2], key.shape[2], _small(position_bias)
+    term: dict[str, Any] = {}
     if isinstance(position_bias, Term):
         query, term = position_bias.ours(module, query, key, *position_bias.arguments)
     elif small is not None and small.dim() == 2:
-        term = {"rel_bias": small, "positions": _positions(module)} | ({"query_offset": keys - queries} if keys > queries else {})
-    if isinstance(attention_mask, PackedMask):
-        is_causal, attention_mask = False, attention_mask.small
-    elif isinstance(attention_mask, Keys) and not attention_mask.is_written:
-        is_causal, attention_mask = isinstance(attention_mask, CausalKeys), attention_mask.small
-    elif attention_mask is not None:
+        term = {"rel_bias": small, "positions": _positions(module)}
+    if isinstance(mask, PackedMask):
+        is_causal, mask = False, mask.small
+    elif isinstance(mask, Keys) and not mask.is_written:
+        is_causal, mask = isinstance(mask, CausalKeys), mask.small
+    elif mask is not None:
         is_causal = False
-    if is_causal:
-        term |= {"is_causal": True, "query_offset": keys - queries}
-    else:
-        attention_mask = additive_mask(attention_mask, query.dtype)
-    options = {"attn_mask": attention_mask, "dropout_p": dropout, "scale": scaling, **term}
+    if keys > queries and (is_causal or "positions" in term):  # queries behind the keys of a cache
+        term["query_offset"] = keys - queries
+    mask = mask if is_causal else additive_mask(mask, query.dtype)
+    options = {"attn_mask": mask, "is_causal": is_causal, "dropout_p": dropout, "scale": scaling, **term}
     return fused_relative_attention(query, key, value, **options).transpose(1, 2), None
 
 
