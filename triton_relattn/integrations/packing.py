@@ -57,7 +57,10 @@ class Packing(NamedTuple):
             return "a mask with holes"
         if total > MOST_REAL * real.numel() or total == 0:
             return "little padding" if total else "no real token"
-        return cls(starts, longest, real.flatten().nonzero()[:, 0], real)
+        number = torch.arange(len(real), device=real.device)
+        begin = number * real.shape[1] + real.int().argmax(1) - starts[:-1]  # a run's place less its place among real tokens
+        places = begin.repeat_interleave(lengths, output_size=total) + torch.arange(total, device=real.device)
+        return cls(starts, longest, places, real)
 
     def unpad(self, states: torch.Tensor) -> torch.Tensor:
         """(B, N, ...) to (1, total, ...)."""
