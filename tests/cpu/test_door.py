@@ -153,6 +153,8 @@ def test_graphs(name: str, how: str) -> None:
     which a warning says."""
     model = switched(name)
     given = arguments(name, model, PADDED)
+    if "t5" in name:  # whose caches torch 2.11 cannot trace
+        given["use_cache"] = False
     expected = output(build(name), given)
     if how != "first":
         (enable if how == "enabled" else lambda model: output(model, given))(model)

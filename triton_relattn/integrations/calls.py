@@ -102,10 +102,14 @@ def record(module: nn.Module) -> Calls:
     return found
 
 
+HAS_FLAG = hasattr(torch.compiler, "_is_exporting_flag")
+"""Whether there is the flag behind is_exporting(), which in graphs of torch.compile is always True in torch 2.11."""
+
+
 def is_graph() -> bool:
     """Return whether a graph of the call is made (torch.export, ONNX, torch.jit.trace), which has the stock forward."""
     if torch.compiler.is_compiling():
-        return torch.compiler.is_exporting()
+        return torch.compiler._is_exporting_flag if HAS_FLAG else torch.compiler.is_exporting()
     return bool(torch.jit.is_tracing() or torch.onnx.is_in_onnx_export())
 
 

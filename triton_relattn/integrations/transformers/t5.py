@@ -92,10 +92,10 @@ def without_zeros(stock: Any) -> Any:
 
     forward = with_globals(inspect.unwrap(stock), torch=types.SimpleNamespace(**{**vars(torch), "zeros": zeros}))
 
-    old_names = {"past_key_values"} - inspect.signature(forward).parameters.keys()  # which decorators warn about
+    is_old_name = "past_key_values" not in inspect.signature(forward).parameters  # which decorators warn about
 
     def run(module: Any, *args: Any, **kwargs: Any) -> Any:
-        if old_names & kwargs.keys():
+        if is_old_name and "past_key_values" in kwargs:
             return stock(module, *args, **kwargs)
         return forward(module, *args, **kwargs)
 
