@@ -384,6 +384,7 @@ def test_graphs_have_the_stock_forward(name: str, monkeypatch: pytest.MonkeyPatc
     enable(model)
     for function in ("is_compiling", "is_exporting"):
         monkeypatch.setattr(torch.compiler, function, lambda: True)
+    monkeypatch.setattr(torch.compiler, "_is_exporting_flag", True, raising=False)
     with Sizes() as found:
         ours = output(model, given)
     disable(model)
