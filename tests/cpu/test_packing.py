@@ -256,8 +256,20 @@ def test_graphs_are_padded(name: str) -> None:
     assert counts(packed) == {"": 1}
 
 
+def test_again() -> None:
+    """Further calls compare anew, report it, and disable still gives every class back."""
+    model = encoder("deberta_v2_conv", torch.float32)
+    classes = [type(part) for part in model.modules()]
+    reports = [enable(model, packed=True) for _ in range(3)]
+    assert all("packs batches" in str(report) for report in reports)
+    model(**batch())
+    assert counts(model) == {"": 1}
+    disable(model)
+    assert [type(part) for part in model.modules()] == classes
+
+
 def test_after_enable() -> None:
-    """A model that is enabled can be told to pack later."""
+    """enable(packed=True) lets a model pack that was enabled before."""
     for name in ("t5", "mpnet"):
         model = encoder(name, torch.float32)
         enable(model)

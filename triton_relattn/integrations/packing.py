@@ -174,10 +174,7 @@ class Packs(PassesOn):
 
     def on_disable(self: Any) -> None:
         super().on_disable()
-        vars(self).pop(PACKED, None)
-        for name in self.neighbours:
-            if isinstance(child := getattr(self, name), MixesNeighbours):
-                restore(child)
+        unpack(self)
 
 
 CACHES = ("cache", "past_key_values", "encoder_hidden_states")
@@ -207,21 +204,29 @@ SEQUENCES, LONGEST = (5, 2, 0, 1), 6
 """The lengths that are compared, and that of the padded batch."""
 
 
-def pack(encoder: Packs) -> float:
+def pack(encoder: Any) -> float:
     """Let an encoder pack, and return how far packed and padded results differ; raise Refused if they do, or if one raises."""
-    module: Any = encoder
-    if "forward" in vars(module):
+    if "forward" in vars(encoder):
         raise Refused("its forward was replaced (by a hook?); call enable first")
-    for name in module.neighbours:
-        if (child := getattr(module, name)) is not None:
+    unpack(encoder)  # if it packs already: it may have got an adapter meanwhile
+    for name in encoder.neighbours:
+        if (child := getattr(encoder, name)) is not None:
             child.__class__ = enabled_class(type(child), MixesNeighbours, None)
     try:
-        difference = in_own_thread(lambda: _difference(module))
+        difference = in_own_thread(lambda: _difference(encoder))
     except BaseException:
-        module.on_disable()
+        unpack(encoder)
         raise
-    vars(module)[PACKED] = Counter()
+    vars(encoder)[PACKED] = Counter()
     return difference
+
+
+def unpack(encoder: Any) -> None:
+    """Let an encoder that packs have its padding again."""
+    vars(encoder).pop(PACKED, None)
+    for name in encoder.neighbours:
+        if isinstance(child := getattr(encoder, name), MixesNeighbours):
+            restore(child)
 
 
 def _difference(encoder: Any) -> float:
