@@ -11,22 +11,20 @@ Layers that mix neighbours get padded states (:class:`MixesNeighbours`). What th
 from __future__ import annotations
 
 import inspect
-import math
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_map_only
 
 from .compact import Compact, are_plain
-from .comparison import FLOAT32_LIMIT, GRADIENT, LIMIT, OUTPUT, Differs, Refused, largest_difference
+from .comparison import FLOAT32_LIMIT, GRADIENT, LIMIT, OUTPUT, Differs, Refused, largest_difference, model_dtype
 from .enabled import FEWEST, PassesOn, enabled_class, restore
 from .isolation import Promoted, in_own_thread
-from .shadow import MOST_WEIGHTS, shadow
+from .shadow import with_random_weights
 
 PACKED = "_triton_relattn_packed"
 """The attribute of an encoder that packs: a Counter of its batches, by why they stayed padded; "" of those that were packed."""
@@ -231,23 +229,10 @@ def unpack(encoder: Any) -> None:
 
 def _difference(encoder: Any) -> float:
     """Return how far packed and padded results differ, outputs of real tokens and all gradients, with random weights."""
-    drawn: dict[Any, torch.Tensor] = {}  # weights of the same shape are the same, so that those of one layer are held
-    sizes = {tuple(weight.shape): weight.numel() for weight in encoder.parameters()}
-    dtype, limit = (torch.float64, LIMIT) if sum(sizes.values()) <= MOST_WEIGHTS else (torch.float32, FLOAT32_LIMIT)
-    generator = torch.Generator().manual_seed(0)
-
-    def convert(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_floating_point():
-            return tensor.detach().to("cpu", copy=True)
-        key = isinstance(tensor, nn.Parameter), tuple(tensor.shape)
-        if key not in drawn:
-            deviation = math.prod(tensor.shape[1:]) ** -0.5 if tensor.dim() > 1 else 0.5
-            new = torch.empty(tensor.shape, dtype=dtype).normal_(0.0, deviation, generator=generator)
-            drawn[key] = nn.Parameter(new) if key[0] else new
-        return drawn[key]
-
-    model, place, lengths = shadow(encoder, convert).eval(), torch.arange(LONGEST), torch.tensor(SEQUENCES)[:, None]
-    leaves = {f"weights {key[1]}": weight for key, weight in drawn.items() if key[0]}
+    model = with_random_weights(encoder, are_shared=True).eval()
+    leaves = dict(model.named_parameters())
+    dtype = model_dtype(model)
+    limit = LIMIT if dtype == torch.float64 else FLOAT32_LIMIT
 
     def results(real: torch.Tensor, is_packed: bool, by_operator: bool, gradients: bool) -> dict[str, torch.Tensor]:
         """Return the output of real tokens, and all gradients; by the operator, or by stock attention with the mask of blocks."""
@@ -274,7 +259,7 @@ def _difference(encoder: Any) -> float:
                 found[f"{GRADIENT}its input"] = of_input * real[..., None]
         return found
 
-    worst = 0.0
+    worst, place, lengths = 0.0, torch.arange(LONGEST), torch.tensor(SEQUENCES)[:, None]
     for side, real, gradients in (("right", place < lengths, True), ("left", place >= LONGEST - lengths, False)):
         padded = results(real, False, True, gradients)
         for by_operator in (True, False)[: 1 + (not gradients)]:

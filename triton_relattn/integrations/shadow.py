@@ -96,13 +96,15 @@ def cached_tensors(value: Any, number: int) -> list[torch.Tensor]:
     return [tensor for tensor in tree_leaves(own) if isinstance(tensor, torch.Tensor)]
 
 
-def with_random_weights(module: nn.Module, device: str = "cpu", changes_buffers: bool = True) -> Any:
+def with_random_weights(module: nn.Module, device: str = "cpu", changes_buffers: bool = True, are_shared: bool = False) -> Any:
     """Return a shadow with random weights, none of them zero, in float64; in float32 if there are many, or on the device "meta".
 
     A quantised projection becomes a linear layer. changes_buffers: a buffer without effect yet, as a gate of ones, shows by it;
-    buffers of zeros and ones that are read as booleans must stay.
+    buffers of zeros and ones that are read as booleans must stay. are_shared: weights of the same shape are the same, so that of
+    many layers one is held.
     """
-    count = sum(weight.numel() for weight in module.parameters())
+    counts = {tuple(weight.shape) if are_shared else weight: weight.numel() for weight in module.parameters()}
+    count, shared = sum(counts.values()), dict[Any, nn.Parameter]()
     dtype = torch.float64 if count <= MOST_WEIGHTS and device == "cpu" else torch.float32
     generator = torch.Generator().manual_seed(0)
     deviations: dict[int, float] = {}  # with which attention is neither even nor all on one key
@@ -113,6 +115,8 @@ def with_random_weights(module: nn.Module, device: str = "cpu", changes_buffers:
             return torch.zeros_like(tensor, device=device) if is_meta else tensor.detach().to(device, copy=True)
         if not (is_parameter or is_meta or changes_buffers):
             return tensor.detach().to(device, dtype, copy=True)
+        if are_shared and is_parameter and tensor.shape in shared:
+            return shared[tensor.shape]
         new = torch.empty(tensor.shape, dtype=dtype, device=device)
         if device != "meta":
             new.normal_(generator=generator)
@@ -120,7 +124,10 @@ def with_random_weights(module: nn.Module, device: str = "cpu", changes_buffers:
                 new.mul_(deviations.get(id(tensor), 0.5))
             elif not is_meta:
                 new.mul_(0.1).add_(tensor.detach().to("cpu", dtype))
-        return nn.Parameter(new) if is_parameter else new
+        if not is_parameter:
+            return new
+        shared[tensor.shape] = nn.Parameter(new)
+        return shared[tensor.shape]
 
     def replace(child: nn.Module) -> nn.Module | None:
         found = widths(child)
