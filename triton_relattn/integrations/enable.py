@@ -237,7 +237,7 @@ def _compare(
                 raise Refused(match.reason)
             replacement, difference = compare(module, match.ours, similar.get(key))
             new = match.ours
-            if not getattr(new, "is_switched", False):
+            if not getattr(new, "keeps_class", False):
                 new = enabled_class(stock, match.ours, getattr(replacement.ours, "layout", None))
                 try:
                     object.__new__(stock).__class__ = new

@@ -6,6 +6,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -87,17 +88,23 @@ def compute(replacement: Replacement, module: Any, args: tuple[Any, ...], kwargs
 def _run_or_stock(
     replacement: Replacement, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, Any]
 ) -> Any:
-    """Compute a call by ours; where that raises, by the stock forward, whose own error counts if it raises as well."""
-    try:
+    """Compute a call by ours, and where that raises by the stock forward."""
+    if hasattr(given.get("cache"), "update"):  # ours may have appended keys, and the stock forward would do so again
         return replacement.run(module, given)
-    except torch.OutOfMemoryError:  # the stock forward needs more
+    ours, stock = partial(replacement.run, module, given), partial(replacement.by_stock, module, args, kwargs)
+    return ours_or_stock(ours, stock, lambda text: _say(replacement, text, 6))
+
+
+def ours_or_stock(ours: Callable[[], Any], stock: Callable[[], Any], say: Callable[[str], None]) -> Any:
+    """Return what ours returns; where it raises, what the stock one does, whose own error counts if it raises as well."""
+    try:
+        return ours()
+    except torch.OutOfMemoryError:  # the stock one needs more
         raise
     except Exception as error:
-        if hasattr(given.get("cache"), "update"):  # ours may have appended keys, and the stock forward would do so again
-            raise
-        text = f"{type(error).__name__}: {first_line(error)}"
-    result = replacement.by_stock(module, args, kwargs)
-    _say(replacement, f"ours raises {text}", 5)
+        text = f"ours raises {type(error).__name__}: {first_line(error)}"
+    result = stock()
+    say(text)
     return result
 
 
@@ -217,11 +224,11 @@ def change_classes(
         for name, ours in classes.items():
             module = modules[name]
             changed.append(module)
-            if getattr(ours, "is_switched", False):
+            if keeps_class := getattr(ours, "keeps_class", False):
                 ours.switch(module)  # type: ignore[attr-defined]
             else:
                 module.__class__ = ours
-            if getattr(ours, "is_switched", False) or ATTRIBUTE in vars(ours):
+            if keeps_class or ATTRIBUTE in vars(ours):
                 vars(module)[CALLS] = Calls(*checks[name], name, compared)
             if isinstance(module, PassesOn):
                 module.on_enable()

@@ -19,6 +19,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ from ...positions import RelativePositions
 from ..calls import CALLS, is_graph, judge
 from ..compact import Compact, are_plain, rows, to_dense
 from ..comparison import Refused, compare, first_line
-from ..enabled import CHECKED, FEWEST, IMPLEMENTATION, is_switched
+from ..enabled import CHECKED, FEWEST, IMPLEMENTATION, is_switched, ours_or_stock
 from ..in_place import MASKS, num_heads
 from ..libraries import installed_version
 from ..operators import fused_relative_attention
@@ -66,6 +67,19 @@ class Term(NamedTuple):
     ours: Callable[..., Any]
     stock: Callable[..., Any]
     arguments: tuple[Any, ...]
+
+
+class Call(NamedTuple):
+    """A call of attention. options: of any attention function of transformers, scaling and dropout among them."""
+
+    module: Any
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: Any
+    position_bias: Any
+    is_causal: bool
+    options: dict[str, Any]
 
 
 def is_ours(module: Any) -> bool:
@@ -119,44 +133,28 @@ def attention(
     same for all keys. attention_mask: what mask() returns, or a user's own, which says all that is hidden.
     """
     is_causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
-    given, small = {"scaling": scaling, "dropout": dropout, **kwargs}, _small(position_bias)
-
-    def by_stock() -> Any:
-        return _by_stock(module, query, key, value, attention_mask, position_bias, is_causal, given)
-
+    options = {"scaling": scaling, "dropout": dropout, **kwargs}
+    call = Call(module, query, key, value, attention_mask, position_bias, is_causal, options)
     # No model of transformers passes on None where the future is hidden, but for a graph, in which masks are plain.
     is_unclear = attention_mask is None and is_causal and not are_plain()
     is_trained = isinstance(attention_mask, torch.Tensor) and attention_mask.requires_grad
-    if is_unclear or is_trained or kwargs.get("output_attentions") or _is_dense(small):
-        return by_stock()
+    if is_unclear or is_trained or kwargs.get("output_attentions") or _is_dense(_small(position_bias)):
+        return _by_stock(call)
     if not is_ours(module) or _has_few(module, query, key):
-        return by_stock()
+        return _by_stock(call)
     if torch.compiler.is_compiling():
-        return _by_ours(module, query, key, value, attention_mask, position_bias, is_causal, scaling, dropout)
-    try:
-        return _by_ours(module, query, key, value, attention_mask, position_bias, is_causal, scaling, dropout)
-    except torch.OutOfMemoryError:  # stock attention needs more
-        raise
-    except Exception as error:
-        text = f"{type(error).__name__}: {first_line(error)}"
-    result = by_stock()  # whose own error counts
-    about = f"attention of {type(module).__qualname__} in calls like this one is eager's, because ours raises {text}"
-    warn_once(about, f"triton_relattn: {about}", 4, UserWarning)
-    return result
+        return _by_ours(call)
+    about = f"attention of {type(module).__qualname__} in calls like this one is eager's, because"
+    return ours_or_stock(
+        partial(_by_ours, call),
+        partial(_by_stock, call),
+        lambda text: warn_once(f"{about} {text}", f"triton_relattn: {about} {text}", 6, UserWarning),
+    )
 
 
-def _by_ours(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: Any,
-    position_bias: Any,
-    is_causal: bool,
-    scaling: float | None,
-    dropout: float,
-) -> tuple[torch.Tensor, None]:
+def _by_ours(call: Call) -> tuple[torch.Tensor, None]:
     """Compute attention by the operator."""
+    module, query, key, value, mask, position_bias, is_causal, options = call
     queries, keys, small = query.shape[2], key.shape[2], _small(position_bias)
     term: dict[str, Any] = {}
     if isinstance(position_bias, Term):
@@ -172,8 +170,9 @@ def _by_ours(
     if keys > queries and (is_causal or "positions" in term):  # queries behind the keys of a cache
         term["query_offset"] = keys - queries
     mask = mask if is_causal else additive_mask(mask, query.dtype)
-    options = {"attn_mask": mask, "is_causal": is_causal, "dropout_p": dropout, "scale": scaling, **term}
-    return fused_relative_attention(query, key, value, **options).transpose(1, 2), None
+    term = {"scale": options["scaling"], **term}
+    out = fused_relative_attention(query, key, value, attn_mask=mask, is_causal=is_causal, dropout_p=options["dropout"], **term)
+    return out.transpose(1, 2), None
 
 
 def _small(position_bias: Any) -> Any:
@@ -193,17 +192,9 @@ def _has_few(module: Any, query: torch.Tensor, key: torch.Tensor) -> bool:
     return bool(query.shape[:3].numel() * key.shape[2] < vars(module).get(FEWEST, ThroughTheDoor.fewest))
 
 
-def _by_stock(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: Any,
-    position_bias: Any,
-    is_causal: bool,
-    given: dict[str, Any],
-) -> Any:
+def _by_stock(call: Call) -> Any:
     """Compute attention with dense tensors, (B, H, Nq, Nk): as eager, or as sdpa in modules without a term of ours."""
+    module, query, key, value, mask, position_bias, is_causal, options = call
     if isinstance(position_bias, Term):
         query, position_bias = position_bias.stock(module, query, key, *position_bias.arguments)
     elif isinstance(position_bias, torch.Tensor) and not isinstance(position_bias, Compact) and position_bias.dim() == 2:
@@ -211,7 +202,7 @@ def _by_stock(
         position_bias = rows(position_bias, _positions(module), queries, keys, keys - queries)[None]
     mask, position_bias = to_dense(mask), to_dense(position_bias)
     bias = {} if position_bias is None else {"position_bias": position_bias}
-    wants, is_known = given.get("output_attentions") or wants_weights(module), type(module) in SERVED
+    wants, is_known = options.get("output_attentions") or wants_weights(module), type(module) in SERVED
     if not is_known and (bias or module.config.model_type not in MODEL_TYPES):
         about = f"{type(module).__qualname__} has no relative attention that attn_implementation={IMPLEMENTATION!r} serves"
         cure = "it runs as sdpa. triton_relattn.enable(model) knows more classes"
@@ -222,11 +213,11 @@ def _by_stock(
     eager = next((file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward")), None)
     if eager is None or not (wants or (is_known and not is_sdpas)):
         sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        return sdpa(module, query, key, value, mask, is_causal=is_causal, **given, **bias)
+        return sdpa(module, query, key, value, mask, is_causal=is_causal, **options, **bias)
     if mask is not None and mask.dtype == torch.bool:
         lowest = torch.finfo(query.dtype).min
         mask = torch.zeros((), dtype=query.dtype, device=mask.device).where(mask, lowest)
-    return eager(module, query, key, value, mask, **given, **bias)
+    return eager(module, query, key, value, mask, **options, **bias)
 
 
 def _positions(module: Any) -> RelativePositions:
@@ -297,10 +288,7 @@ def _with_implementation(module: Any, name: str) -> Any:
 class ThroughTheDoor(Attention):
     """How to compare a class that goes through the door: its stock forward with eager attention, and with ours."""
 
-    is_switched = True
-
-    def forward(self, **given: Any) -> Any:
-        """The stock forward's."""
+    keeps_class = True
 
     @staticmethod
     def positions(module: Any) -> RelativePositions:
@@ -355,7 +343,7 @@ def serve(stock: Any, ours: type[ThroughTheDoor], model_type: str, forward: Any 
     parameters = inspect.signature(stock.forward).parameters.values()
     names = {item.name: item.name for item in list(parameters)[1:] if item.kind is not item.VAR_KEYWORD}
     mask = next(name for name in MASKS if name in names)
-    replacement = Comparison(stock, ours, ours.forward, names, harmless=HARMLESS - names.keys(), mask=mask)
+    replacement = Comparison(stock, ours, stock.forward, names, harmless=HARMLESS - names.keys(), mask=mask)
     stock.forward = _forward(replacement, stock.forward, forward(stock.forward) if forward else stock.forward)
     attributes = {"forward": stock.forward, "__module__": stock.__module__}
     SHADOWS[stock] = type(stock.__name__, (ours, stock), attributes)
