@@ -147,15 +147,13 @@ def use(model: nn.Module, method: str) -> None:
         model.config._attn_implementation = method  # type: ignore[union-attr]
 
 
-def make_step(
-    model: nn.Module, method: str, arguments: dict[str, Any], direction: str, of_real_tokens: bool = False
-) -> timing.Step:
+def make_step(model: nn.Module, method: str, arguments: dict[str, Any], direction: str, real_only: bool = False) -> timing.Step:
     """A step of one direction: it returns the output, or that and all parameters' gradients, which stay allocated."""
 
     def output() -> torch.Tensor:
         # Wav2Vec2-Conformer writes zeros into its input.
         out = families.output(model(**{name: value.clone() for name, value in arguments.items()}))
-        return out * arguments["attention_mask"][..., None] if of_real_tokens else out
+        return out * arguments["attention_mask"][..., None] if real_only else out
 
     def forward(_: None) -> Sequence[torch.Tensor]:
         with torch.no_grad():
@@ -183,7 +181,7 @@ def check(family: Family, options: argparse.Namespace) -> dict[str, dict[str, An
     arguments = make_inputs(family, model, size, padding=0)
 
     def results(method: str) -> list[torch.Tensor]:
-        step = make_step(model, method, arguments, DIRECTIONS[1], of_real_tokens=size.real is not None)
+        step = make_step(model, method, arguments, DIRECTIONS[1], real_only=size.real is not None)
         return [result.clone() for result in step.run()]
 
     by_method = {method: results(method) for method in (*family.stock, *ours)}

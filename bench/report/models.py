@@ -103,8 +103,8 @@ def tables(rows: Sequence[Row], shown: Sequence[str] | None = None) -> str:
     padded = [row for row in rows if not row.get("real")]
     batches = [row for row in padded if row["batch"] and str(row["batch"]) != "1"]
     parts = [*single(padded, shown)] * bool(single_lengths(padded)) + [ratios(batches, shown)] * bool(batches)
-    if of_sentences := [row for row in rows if row.get("real")]:
-        parts.append(sentences(of_sentences))
+    if packed := [row for row in rows if row.get("real")]:
+        parts.append(sentences(packed))
     return "\n\n".join(parts) + "\n"
 
 

@@ -71,11 +71,11 @@ def pair(name: str, dtype: torch.dtype = torch.float64, **changes: Any) -> tuple
     packed = copy.deepcopy(padded)
     enable(padded)
     report = enable(packed, packed=True)
-    assert any("packs batches" in text for text in report.packed.values()), report.packed
+    assert report.packs, report.packed
     return padded, packed
 
 
-def without_dropout(model: Any, of_weights: float = 0.0) -> None:
+def without_dropout(model: Any, weights_p: float = 0.0) -> None:
     """Drop attention weights alone, with a probability."""
     for part in model.modules():
         if isinstance(part, nn.Dropout):
@@ -83,9 +83,9 @@ def without_dropout(model: Any, of_weights: float = 0.0) -> None:
     for part in model.modules():
         dropout: Any = getattr(part, "dropout", None)
         if isinstance(dropout, float):  # of T5
-            vars(part)["dropout"] = of_weights
+            vars(part)["dropout"] = weights_p
         elif type(part).__name__ in ("MPNetSelfAttention", "DisentangledSelfAttention"):
-            dropout.p = of_weights
+            dropout.p = weights_p
 
 
 def counts(model: Any) -> dict[str, int]:
@@ -182,7 +182,7 @@ def test_dropout_of_weights(name: str) -> None:
     """The same draws as padded, with the same seed, and others with another one."""
     padded, packed = pair(name)
     for model in (padded, packed):
-        without_dropout(model.train(), of_weights=0.3)
+        without_dropout(model.train(), weights_p=0.3)
     with in_float64():
         assert_same(results(packed, batch(), 7), results(padded, batch(), 7))
         first, second = (results(packed, batch(), seed)["out"] for seed in (7, 8))

@@ -135,17 +135,16 @@ def _pack(modules: dict[str, nn.Module], report: Report) -> None:
         name = type(module).__name__
         if isinstance(module, Packs):
             try:
-                report.packed[path] = f"packs batches of padded sequences, difference {pack(module):.0e}"
+                report.packed[path] = pack(module)
             except Exception as error:  # a module of the user may raise anything
-                report.packed[path] = f"stays padded: {first_line(error)}"
+                report.packed[path] = first_line(error)
                 if module.packs_only:
                     restore(module)
         elif name in NOT_PACKED and not getattr(module, "is_decoder", False):
-            report.packed[path] = f"stays padded: {NOT_PACKED[name]}"
-    if not any(text.startswith("packs") for text in report.packed.values()):
-        reason = next(
-            iter(report.packed.values()), "it has no encoder of a class that is known to compute the same without padding"
-        )
+            report.packed[path] = NOT_PACKED[name]
+    if not report.packs:
+        reasons = [str(reason) for reason in report.packed.values()]
+        reason = (reasons or ["it has no encoder of a class that is known to compute the same without padding"])[0]
         warnings.warn(f"enable(packed=True) packs nothing: {reason}", stacklevel=4)
 
 

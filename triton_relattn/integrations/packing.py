@@ -10,6 +10,7 @@ Layers that mix neighbours get padded states (:class:`MixesNeighbours`). What th
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_map_only
 
@@ -76,7 +78,7 @@ class Packing(NamedTuple):
 
 
 class PackedMask(Compact):
-    """The lengths of a packed batch in place of a mask: the starts of its sequences, with as many dimensions as a mask has."""
+    """The starts of a packed batch's sequences, in place of its mask and of the same rank."""
 
     packing: Packing
 
@@ -126,8 +128,7 @@ class Packs(PassesOn):
         forward = super().forward  # type: ignore[misc]
         if counts is None or are_plain():  # graphs have no sizes that depend on data
             return forward(*args, **kwargs)
-        names = list(inspect.signature(self.stock_class.forward).parameters)[1:]
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        given = {**dict(zip(_arguments(self.stock_class), args, strict=False)), **kwargs}
         packing = self.packing(given)
         counts["" if isinstance(packing, Packing) else packing] += 1
         if not isinstance(packing, Packing):
@@ -173,6 +174,12 @@ class Packs(PassesOn):
     def on_disable(self: Any) -> None:
         super().on_disable()
         unpack(self)
+
+
+@functools.cache
+def _arguments(stock: type[nn.Module]) -> tuple[str, ...]:
+    """Return the names of a forward's arguments."""
+    return tuple(inspect.signature(stock.forward).parameters)[1:]
 
 
 CACHES = ("cache", "past_key_values", "encoder_hidden_states")

@@ -45,13 +45,13 @@ class Report(dict[str, str]):
     """The replaced modules: their names, as ``model.named_modules()`` has them, and those of their classes.
 
     rows: a :class:`Row` for each module with relative attention, replaced or left. lengths: those that memory is counted for.
-    As text it is a table.
+    packed: of encoders, by name, the difference between packed and padded, or why one stays padded. As text it is a table.
     """
 
     def __init__(self, rows: list[Row], lengths: tuple[int, ...]) -> None:
         super().__init__({row.name: row.stock for row in rows if not row.reason})
         self.rows, self.lengths, self._compared = rows, lengths, Compared()
-        self.packed: dict[str, str] = {}
+        self.packed: dict[str, float | str] = {}
 
     def calls(self) -> Compared:
         """Return which calls were compared with the stock forward up to now."""
@@ -61,6 +61,11 @@ class Report(dict[str, str]):
     def left(self) -> dict[str, str]:
         """The modules that stay stock, and why."""
         return {row.name: row.reason for row in self.rows if row.reason}
+
+    @property
+    def packs(self) -> bool:
+        """Whether an encoder leaves padding out."""
+        return any(isinstance(found, float) for found in self.packed.values())
 
     def reasons(self) -> list[str]:
         """Return a text per group of modules that stay stock."""
@@ -88,8 +93,12 @@ class Report(dict[str, str]):
             for text in reasons:
                 lines += textwrap.wrap(text, 118, initial_indent="  ", subsequent_indent="    ")
         if self.packed:
-            lines += ["", "without padding:", *(f"  {name or 'the model itself'} {text}" for name, text in self.packed.items())]
-        if any(text.startswith("packs") for text in self.packed.values()):
+            lines += ["", "without padding:"]
+        for name, found in self.packed.items():
+            is_packed = isinstance(found, float)
+            text = f"packs batches of padded sequences, difference {found:.0e}" if is_packed else f"stays padded: {found}"
+            lines.append(f"  {name or 'the model itself'} {text}")
+        if self.packs:
             lines += textwrap.wrap(PADDED, 118, initial_indent="  ", subsequent_indent="  ")
         calls = self.calls()
         if calls.compared or calls.not_compared:
