@@ -403,6 +403,7 @@ def test_the_report_counts_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_exports_and_traces_as_the_stock_model() -> None:
     module = ShawAttention().eval()
     enable(module)
+    module(torch.randn(*LONG))  # it is compared, so that graphs may be ours
     length = torch.export.Dim("n", min=100, max=3000)
     program = torch.export.export(module, (torch.randn(1, 600, 32),), dynamic_shapes=({1: length},), strict=False)
     assert "triton_relattn" not in str(program.graph)
