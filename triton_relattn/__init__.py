@@ -9,9 +9,10 @@ merge_attention                   merge attention over two parts of the keys
 enable, disable                   let the relative attention in any model run on these, where it computes the same
 can_run_triton                    tell whether the Triton kernels can serve given tensors
 tables                            conversions from other table layouts
-nn, plots, distributed            modules, pictures, sequences over several devices: imported by their names
+nn, plots, distributed, testing   modules, pictures, sequences over several devices, inputs and budgets for tests
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import tables
@@ -45,4 +46,6 @@ def __getattr__(name: str) -> Any:
         from .integrations import enable
 
         return getattr(enable, name)
+    if name in ("distributed", "nn", "plots", "testing"):
+        return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -72,8 +72,8 @@ class RelativePositions:
             num_rows = integer("num_rows", num_rows)
         if num_rows % 2 == 0:
             raise ValueError(
-                f"a table with an even number of rows ({num_rows}) has no middle row; say which relative positions "
-                "its rows stand for: positions=RelativePositions(first, last)"
+                f"positions must be given for a table with an even number of rows ({num_rows}), which has no middle row: "
+                "positions=RelativePositions(first, last) says which relative positions its rows stand for"
             )
         return cls(-(num_rows // 2), num_rows // 2, outside)
 

@@ -41,7 +41,11 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "wav2vec2_bert_relative": [
         {"add_adapter": True, "num_adapter_layers": 2, "use_intermediate_ffn_before_adapter": True},
     ],
-    "wav2vec2_conformer": [{"max_source_positions": 8}],
+    "wav2vec2_conformer": [
+        {"max_source_positions": 8},
+        {"position_embeddings_type": "rotary"},
+        {"position_embeddings_type": None},
+    ],
     "seamless_m4t": [{"add_adapter": True}],
     "seamless_m4t_v2": [
         {"add_adapter": True},
@@ -231,3 +235,9 @@ def test_dropout_of_vision_encoders_is_eagers(name: str) -> None:
     enable(sdpa)
     assert_near("sdpa", output(sdpa, given), stock)
     assert (output(eager, given) - stock).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(("kind", "named"), [("rotary", "rotary positions, no relative term"), (None, "no positions")])
+def test_the_report_names_what_is_no_relative_term(kind: str | None, named: str) -> None:
+    report = enable(build("wav2vec2_conformer", position_embeddings_type=kind))
+    assert {row.kind for row in report.rows} == {f"Wav2Vec2-Conformer: {named}"}

@@ -148,6 +148,15 @@ NOT_FOR_KERNELS = {
 }
 
 
+def test_parts_of_the_package_are_attributes() -> None:
+    """They are imported when they are asked for; what there is not raises Python's usual error."""
+    asked = "triton_relattn.distributed, triton_relattn.nn, triton_relattn.plots, triton_relattn.testing"
+    (names,) = run(f"import triton_relattn\nprint(*(module.__name__ for module in ({asked})))")
+    assert names == asked.replace(",", "")
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = triton_relattn.nothing
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("compiled", [False, True], ids=["not_compiled", "compiled"])
 @pytest.mark.parametrize("what", NOT_FOR_KERNELS)

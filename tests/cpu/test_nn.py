@@ -17,7 +17,7 @@ from triton_relattn.nn import RelativeAttention, RelativeMultiheadAttention, Rel
 
 WIDTH, HEADS, LENGTH = 24, 3, 11
 KINDS: dict[str, Any] = {
-    "none": lambda **o: RelativeMultiheadAttention(WIDTH, HEADS, **o),
+    "none": lambda **o: RelativeMultiheadAttention(WIDTH, HEADS, encoding=None, **o),
     "shaw": lambda **o: RelativeMultiheadAttention.shaw(WIDTH, HEADS, 4, **o),
     "shaw_keys": lambda **o: RelativeMultiheadAttention.shaw(WIDTH, HEADS, 4, values=False, per_head=True, **o),
     "music_transformer": lambda **o: RelativeMultiheadAttention.music_transformer(WIDTH, HEADS, LENGTH, **o),
@@ -208,7 +208,7 @@ def test_a_step_without_its_position() -> None:
 
 
 def test_shared_key_heads() -> None:
-    attention = RelativeMultiheadAttention(WIDTH, 4, num_key_heads=2, batch_first=True, dtype=torch.float64)
+    attention = RelativeMultiheadAttention(WIDTH, 4, encoding=None, num_key_heads=2, batch_first=True, dtype=torch.float64)
     x = inputs()
     assert attention.k_proj.weight.shape == (12, WIDTH)
     q, k, v = (p(x).unflatten(-1, (-1, 6)).transpose(1, 2) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
@@ -278,6 +278,19 @@ REFUSED: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
     *(({"attn_mask": zeros(*shape)}, ValueError, "attn_mask must have shape") for shape in ((5, 11, 11), (1, 11), (11,))),
     ({"key_padding_mask": zeros(2, LENGTH, dtype=torch.int64)}, TypeError, "bool or floating point"),
 )
+
+
+def test_no_positions_are_warned_of_once() -> None:
+    """torch.nn.MultiheadAttention's arguments alone make a module without positions; encoding=None asks for one."""
+    forget_warnings()
+    with pytest.warns(UserWarning, match=r"has no positions.*shaw, general.*encoding=None says"):
+        RelativeMultiheadAttention(WIDTH, HEADS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        RelativeMultiheadAttention(WIDTH, HEADS)
+        forget_warnings()
+        RelativeMultiheadAttention(WIDTH, HEADS, encoding=None)
+        module("shaw")
 
 
 def test_refuses() -> None:

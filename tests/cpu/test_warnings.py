@@ -69,13 +69,28 @@ MISTAKES: dict[str, tuple[Changes, str]] = {
     "offset_beyond_the_window": ({"window_size": (2, 0), "query_offset": 9}, "no query sees a key: with query_offset=9"),
     "opposite_mask": (
         {"attn_mask": zeros(2, 1, 1, 7, dtype=torch.bool)},
-        "hides every key of every query. A bool mask is True where a query may attend | pass ~attn_mask, or return_lse=True",
+        "hides every key of every query. Their output is zeros. A bool mask is True where a query may attend | pass ~attn_mask",
+    ),
+    "padding_and_an_empty_sequence": (
+        {**SELF, "attn_mask": (torch.arange(7) < lengths([[5], [0]]))[:, None, None]},
+        "hides every key of every query of 1 of 2 sequences, the first of them 1",
+    ),
+    "lowest_mask_of_one_sequence": (
+        {**SELF, "attn_mask": torch.where(torch.arange(7) < lengths([[0], [7]]), 0.0, -1e9)[:, None, None]},
+        "hides every key of every query of 1 of 2 sequences, the first of them 0. A floating-point mask",
+    ),
+    "table_of_windows": (
+        {**qkv(2, 3, 49), "rel_key": None, "rel_bias": zeros(3, 169)},
+        "a table of 169 = (2 * 7 - 1)^2 rows for 49 = 7^2 tokens looks like | Swin | RelativePositions.centred(169) says",
     ),
     "opposite_mask_of_padding": (
         {**SELF, "attn_mask": PADDING},
+        "hides every key of every query of 1 of 2 sequences, the first of them 0. Their output is zeros. A bool mask is True",
+    ),
+    "opposite_mask_of_the_future": (
+        {**SELF, "attn_mask": FUTURE},
         "hides every key of some queries, and shows all others only keys at the end. A bool mask is True where | return_lse=True",
     ),
-    "opposite_mask_of_the_future": ({**SELF, "attn_mask": FUTURE}, "hides every key of some queries, and shows all others only"),
     "rows_of_the_past": (
         {"positions": PAST_8},
         "from -8 to 0, but nothing hides the future | is_causal=True hides them, window_size=(-1, -1) says that this is meant",
@@ -122,7 +137,10 @@ MEANT: dict[str, Changes] = {
     "a_square_mask": {**qkv(2, 2, 2), "attn_mask": visible(2, 2, dtype=torch.bool)},
     "a_mask_that_shows_one_pair": {"attn_mask": (torch.arange(35) == 9).view(5, 7)},
     "padding": {**SELF, "attn_mask": ~PADDING},
-    "padding_and_an_empty_sequence": {**SELF, "attn_mask": (torch.arange(7) < lengths([[5], [0]]))[:, None, None]},
+    "an_empty_sequence, said": {**SELF, "attn_mask": (torch.arange(7) < lengths([[5], [0]]))[:, None, None], "return_lse": True},
+    "an_empty_sequence_by_its_length": {**SELF, "key_lengths": lengths([5, 0])},
+    "a_table_of_many_rows, said": {**qkv(2, 3, 49), "rel_key": zeros(169, 8), "positions": Positions.centred(169)},
+    "a_clipped_table": {**qkv(2, 3, 4), "rel_key": zeros(9, 8)},
     "padding_to_the_left": {**SELF, "attn_mask": TO_THE_LEFT},
     "padding_to_the_left_of_all": {**SELF, "attn_mask": TO_THE_LEFT[1:] & ~FUTURE},
     "the_past": {**SELF, "attn_mask": ~FUTURE},

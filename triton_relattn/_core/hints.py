@@ -6,6 +6,7 @@ positions says what its table means, as long as it uses more than one of the row
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -32,6 +33,11 @@ def hint_for(error: str, args: Arguments) -> str:
 
 def _hints(name: str, args: Arguments) -> Iterator[Hint]:
     """Yield the hints for an argument, the likeliest first."""
+    tensor = getattr(args, name, None)
+    if isinstance(tensor, torch.Tensor) and tensor.device == args.query.device and name in (*TABLES, "key", "value", "rel_query"):
+        has_other_dtype = tensor.is_floating_point() and tensor.dtype != args.query.dtype and _shape(tensor) != ()
+        is_cast = has_other_dtype and not (name == "rel_bias" and tensor.dtype == torch.float32)
+        yield is_cast, f"{name}.to(query.dtype), or torch.autocast, which casts float32 tensors"
     if name in TABLES:
         yield from _table_hints(name, args)
     elif name == "positions":
@@ -84,6 +90,8 @@ def _fits_exchanged(name: str, args: Arguments) -> bool:
         return len(shape) == 2 + len(args.row_shape(name)) and shape[0] == heads
     if name == "attn_mask":
         return not _broadcasts(shape, _pairs(args)) and _broadcasts(shape, (query[0], heads, num_queries, num_keys))
+    if name in ("cu_seqlens_q", "cu_seqlens_k"):
+        return _values(getattr(args, name))[-1:] == [num_queries if name == "cu_seqlens_q" else num_keys]
     if name == "key_lengths" and shape == query[:1]:
         return heads < max(_values(args.key_lengths), default=0) <= num_keys
     return False
@@ -157,8 +165,15 @@ def _position_hints(args: Arguments) -> Iterator[Hint]:
     name = next((name for name in TABLES if getattr(args, name) is not None), None)
     if name is None:
         return
-    num_rows = _num_rows(name, getattr(args, name), args)
-    if isinstance(positions, RelativePositions):
+    table = getattr(args, name)
+    num_rows = _num_rows(name, table, args)
+    if positions is None:
+        is_slopes = name == "rel_bias" and table.dim() == 1 and num_rows == args.query.shape[1]
+        yield is_slopes, "of ALiBi's slopes, one per head, tables.alibi_bias(slopes, first, last) is the table"
+    elif isinstance(positions, int):
+        yield positions == num_rows and num_rows % 2 == 1, f"positions=RelativePositions.centred({num_rows})"
+        yield 2 * positions + 1 == num_rows, f"positions=RelativePositions(-{positions}, {positions})"
+    elif isinstance(positions, RelativePositions):
         is_half = -positions.first == positions.last and 2 * positions.num_rows - 1 == num_rows
         yield is_half, f"RelativePositions.centred takes the number of rows: positions=RelativePositions.centred({num_rows})"
     elif isinstance(positions, (tuple, list, range)) and len(positions) > 1:
@@ -343,27 +358,48 @@ def _hidden_by_position(args: Arguments, tensors: AttentionTensors, spec: Attent
     )
 
 
+def _table_of_windows(args: Arguments, tensors: AttentionTensors, spec: AttentionSpec) -> str | None:
+    """Swin's table has (2w - 1)^2 rows for the w^2 tokens of a window. (9 rows for 4 tokens may be Shaw's.)"""
+    num_rows, num_tokens = _num_centred_rows(args, spec), spec.max_seqlen_q
+    side = math.isqrt(num_tokens)
+    if side < 3 or num_rows != (2 * side - 1) ** 2 or not side * side == num_tokens == spec.max_seqlen_k:
+        return None
+    return (
+        f"a table of {num_rows} = (2 * {side} - 1)^2 rows for {num_tokens} = {side}^2 tokens looks like that of a window of "
+        f"{side} x {side}, as in Swin, whose rows stand for offsets in two dimensions; here they stand for j - i. Such a bias is "
+        "attn_mask=table[index], which has no gradient, or scaled_dot_product_attention's; "
+        f"positions=RelativePositions.centred({num_rows}) says that distances are meant"
+    )
+
+
 def _mask_values(args: Arguments, tensors: AttentionTensors, spec: AttentionSpec) -> str | None:
-    """Masks that hide everything, the opposite of what is meant, or nothing. The whole mask is read only if a corner looks
-    wrong."""
+    """Masks that hide all keys of a sequence, the opposite of what is meant, or nothing. What is not at a corner of the mask is
+    read only of sequences whose corners look wrong."""
     mask = tensors.attn_mask
     if mask is None or not mask.numel() or not has_values(mask):
         return None
-    hides_all = "attn_mask hides every key of every query. "
-    if mask.dtype != torch.bool:
-        highest = float(mask[-1, -1, -1].amax())
-        if highest == 1 and ((mask == 0) | (mask == 1)).all():
-            return "attn_mask has only 0 and 1 and is added to the logits; if 1 means may attend, pass attn_mask.bool()"
-        if highest <= HIDING and not args.return_lse and mask.amax() <= HIDING:
-            return f"{hides_all}A floating-point mask is added to the logits; return_lse=True says that this is meant"
+    is_bool = mask.dtype == torch.bool
+    if not is_bool and mask[-1, -1, -1].amax() == 1 and ((mask == 0) | (mask == 1)).all():
+        return "attn_mask has only 0 and 1 and is added to the logits; if 1 means may attend, pass attn_mask.bool()"
+    if args.return_lse:
         return None
-    if args.return_lse or mask[:, :, 0, 0].any():  # the first query sees the first key
-        return None
-    if not mask[-1, -1, -1].any() and not mask.any():
-        return hides_all + OPPOSITE
-    # As of padding or of the future: some last query sees nothing, and each query sees keys from one on.
-    is_square = spec.max_seqlen_q == spec.max_seqlen_k and spec.window_right != 0
-    if is_square and not mask[:, :, -1].any(-1).all() and (mask[..., :-1] <= mask[..., 1:]).all():
+
+    def shows(part: torch.Tensor) -> torch.Tensor:
+        return part if is_bool else part > HIDING
+
+    corners = shows(mask[:, :, 0, 0]) | shows(mask[:, :, -1, -1])  # the first query and key, the last ones
+    hidden = [entry for entry in (~corners.any(1)).nonzero()[:, 0].tolist() if not shows(mask[entry]).any()]
+    if hidden:
+        some = f"query of {len(hidden)} of {len(mask)} sequences, the first of them {hidden[0]}"
+        additive = "A floating-point mask is added to the logits; return_lse=True says that this is meant"
+        return (
+            f"attn_mask hides every key of every {'query' if len(hidden) == len(mask) else some}. "
+            f"{f'Their output is zeros. {OPPOSITE}' if is_bool else additive}"
+        )
+    # As of the future: some last query sees nothing, and each query sees keys from one on.
+    is_square = is_bool and spec.max_seqlen_q == spec.max_seqlen_k and spec.window_right != 0
+    is_opposite = is_square and not mask[:, :, 0, 0].any() and not mask[:, :, -1].any(-1).all()
+    if is_opposite and (mask[..., :-1] <= mask[..., 1:]).all():
         return f"attn_mask hides every key of some queries, and shows all others only keys at the end. {OPPOSITE}"
     return None
 
@@ -376,5 +412,6 @@ LIKELY_MISTAKES = (
     _short_table,
     _rows_of_the_past,
     _hidden_by_position,
+    _table_of_windows,
     _mask_values,
 )

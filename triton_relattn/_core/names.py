@@ -40,6 +40,11 @@ OTHER_NAMES = {
     "position_bias": "rel_bias, (R,) or (heads, R), with an element per distance and not per pair",
     **dict.fromkeys(("bias", "pos_bias"), "rel_bias, a learned bias by distance, or attn_mask, a bias without a gradient"),
     "rel_embeddings": "rel_key, and rel_p2c for DeBERTa's second table, each projected and split into heads",
+    **dict.fromkeys(
+        ("max_distance", "max_relative_position", "max_relative_positions"),
+        "positions=RelativePositions(-d, d) of a table with 2 d + 1 rows, d the largest distance",
+    ),
+    "num_buckets": "rel_bias=weight[tables.t5_buckets(torch.arange(-128, 129), num_buckets)].T, with scale=1.0",
     "relative_attention_bias": "rel_bias=weight[tables.t5_buckets(torch.arange(-128, 129))].T, with scale=1.0",
     "alibi_slopes": "rel_bias=tables.alibi_bias(slopes, first, last), with positions=RelativePositions(first, last)",
     **dict.fromkeys(("return_attn_probs", "return_softmax"), f"return_lse; {_WEIGHTS}"),
@@ -66,6 +71,7 @@ ELSEWHERE = {
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), _PACKED),
     **dict.fromkeys(("attn_mask", "key_lengths"), "fused_relative_attention"),
     **dict.fromkeys(("rel_pos_h", "rel_pos_w", "grid", "key_grid"), _GRID),
+    "implementation": "an enabled model runs what its device supports; for one call, fused_relative_attention",
 }
 Function = TypeVar("Function", bound=Callable[..., Any])
 CLOSE = 0.75  # of 1: one letter of four is wrong

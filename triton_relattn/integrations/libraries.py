@@ -72,7 +72,8 @@ class Library(NamedTuple):
                     reason = getattr(ours, "why_not", lambda _: "")(module)
                     found[name] = None
                     if getattr(ours, "applies", lambda _: True)(module):
-                        found[name] = Match(source.title, LIBRARY, None if reason else ours, reason)
+                        title = getattr(ours, "titled", lambda _, family: family)(module, source.title)
+                        found[name] = Match(title, LIBRARY, None if reason else ours, reason)
                 else:
                     base = next((base for base in type(module).__mro__ if base in classes), None)
                     if base is not None and not issubclass(classes[base], PassesOn):

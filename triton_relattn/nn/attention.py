@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from types import EllipsisType
 from typing import Any
 
 import torch
 from torch import nn
 
 from .._core.dtypes import compute_dtype
+from .._core.warn import warn_once
 from ..functional import fused_relative_attention
 from . import encodings
+
+NO_ENCODING = (
+    "RelativeMultiheadAttention without an encoding has no positions, as torch.nn.MultiheadAttention: RelativeMultiheadAttention."
+    "shaw, general, music_transformer, transformer_xl, t5 or alibi have some; encoding=None says that this is meant"
+)
 
 
 class RelativeAttention(nn.Module):
@@ -98,8 +105,8 @@ class RelativeMultiheadAttention(nn.Module):
     Args:
         embed_dim, num_heads, dropout, bias, kdim, vdim, batch_first: as in ``torch.nn.MultiheadAttention``. Heads are
             embed_dim / num_heads wide.
-        encoding: one of :mod:`triton_relattn.nn.encodings`; None: no relative position. The class methods make the encodings
-            that are known by name.
+        encoding: one of :mod:`triton_relattn.nn.encodings`; the class methods build those that are known by name. None: no
+            relative position, of which a call without this argument warns once.
         num_key_heads: a smaller number of heads of key and value; each is shared by num_heads / num_key_heads of the query.
         output_dropout: dropout probability of the output's elements, in training.
         options: of :class:`RelativeAttention`: scale, softcap, window_size, implementation.
@@ -146,7 +153,7 @@ class RelativeMultiheadAttention(nn.Module):
         vdim: int | None = None,
         batch_first: bool = False,
         *,
-        encoding: nn.Module | None = None,
+        encoding: nn.Module | EllipsisType | None = ...,
         num_key_heads: int | None = None,
         output_dropout: float = 0.0,
         device: torch.device | str | None = None,
@@ -155,6 +162,9 @@ class RelativeMultiheadAttention(nn.Module):
     ) -> None:
         super().__init__()
         num_key_heads = num_heads if num_key_heads is None else num_key_heads
+        if encoding is ...:
+            encoding = None
+            warn_once("no encoding", NO_ENCODING, category=UserWarning)
         if add_bias_kv or add_zero_attn:
             raise NotImplementedError("add_bias_kv and add_zero_attn must be False: they add a key that has no position")
         self.embed_dim, self.num_heads, self.num_key_heads = embed_dim, num_heads, num_key_heads

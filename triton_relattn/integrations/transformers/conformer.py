@@ -21,6 +21,14 @@ from .base import Attention, Encoder, additive_mask, attend_evenly, sees_a_key
 from .door import Term, ThroughTheDoor, serve
 
 
+def with_its_term(module: Any, title: str) -> str:
+    """Return the title of a family, or the same with what this module has in place of its term."""
+    if hasattr(module, "linear_pos") or hasattr(module, "distance_embedding"):
+        return title
+    is_rotary = module.position_embeddings_type == "rotary"
+    return f"{title.partition(':')[0]}: {'rotary positions, no relative term' if is_rotary else 'no positions'}"
+
+
 class ConformerAttention(ThroughTheDoor):
     """Attention by ``position_embeddings_type``:
 
@@ -30,6 +38,8 @@ class ConformerAttention(ThroughTheDoor):
         "relative"       (q_i + u) . k_j + (q_i + v) . R[j - i], scaled; R, a row per distance and head, projected sinusoids
         "rotary", None   plain attention
     """
+
+    titled = staticmethod(with_its_term)
 
     @property
     def longest(self) -> int:
@@ -86,6 +96,8 @@ serve(seamless_m4t.SeamlessM4TConformerSelfAttention, ConformerAttention, "seaml
 
 class SeamlessM4Tv2Attention(Attention):
     """q_i . E[clamp(j - i, -left, right)], scaled as q_i . k_j; E (left + right + 1, D), shared by the heads; in chunks."""
+
+    titled = staticmethod(with_its_term)
 
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, chunks: tuple[int, int] | None = None
