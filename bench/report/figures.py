@@ -14,14 +14,15 @@ from triton_relattn._peaks import OUT_OF_MEMORY
 
 from ..cases.methods import METHODS, OURS
 from . import summary
+from .rows import number
 from .text import short_bytes, short_time
 
 Row = dict[str, Any]
 Points = Sequence[tuple[int, float]]
 """Length and value."""
-Styles = Mapping[str, dict[str, Any]]
 KIND = ("group", "head_dim", "rel_dim", "table", "is_causal", "dtype")
 """Columns that the points of a line have in common."""
+SIZE = ("batch", "heads", "key_heads")
 INK, MUTED, GRID = "#1f2933", "#6b7785", "#e3e8ee"
 # Ours in a strong colour; the baselines are told apart by lightness and marker, also in print and by the colour-blind.
 STYLES: dict[str, dict[str, Any]] = {
@@ -33,22 +34,25 @@ STYLES: dict[str, dict[str, Any]] = {
     "plain": {"color": "#d1495b", "marker": "o", "linestyle": ":", "markersize": 4},
     "sdpa": {"color": "#6b7785", "marker": ".", "linestyle": ":"},
     "sdpa_flash": {"color": "#6b7785", "marker": "1", "linestyle": ":"},
-    "sdpa_cudnn": {"color": "#6b7785", "marker": "2", "linestyle": ":"},
+    "sdpa_cudnn": {"color": "#6b7785", "marker": "x", "linestyle": ":"},
     "sdpa_bias": {"color": "#a8a39d", "marker": "1"},
     "sdpa_bias_cudnn": {"color": "#a8a39d", "marker": "2"},
     "sdpa_bias_efficient": {"color": "#a8a39d", "marker": "3"},
     "flex_attention": {"color": "#edae49", "marker": "P"},
     "onnxruntime": {"color": "#7a4419", "marker": "*"},
 }
-BEST_DENSE = "dense"
-"""The best of the dense methods at each length."""
-LEADING = {OURS: "triton_relattn", BEST_DENSE: "best dense PyTorch", "sdpa": "SDPA without positions"}
-"""Methods that figures show by default, and their names there."""
-LEADING_STYLES: dict[str, dict[str, Any]] = {
-    OURS: STYLES[OURS],
-    BEST_DENSE: STYLES["shaw_gather"],
-    "sdpa": STYLES["sdpa"] | {"markersize": 7},
+BEST_DENSE, NO_TERM = "dense", "no term"
+"""The best of the dense methods at each length; PyTorch's attention without positions: its choice, or FlashAttention by name."""
+PYTORCH = ("sdpa", "sdpa_flash")
+LEADING = {
+    OURS: "triton_relattn",
+    BEST_DENSE: "best dense PyTorch",
+    "flex_attention": "FlexAttention",
+    NO_TERM: "SDPA without positions",
+    "sdpa_cudnn": "cuDNN without positions",
 }
+"""Methods that figures show by default, those that were measured, and their names there."""
+STYLES |= {BEST_DENSE: STYLES["shaw_gather"], NO_TERM: STYLES["sdpa"] | {"markersize": 7}}
 BASELINE_STYLE = {"linewidth": 1.6, "markersize": 5.5, "zorder": 3}
 LIMIT = re.compile(r"more than ([\d.]+) (MiB|GiB)")
 """In the status of what ran out of memory."""
@@ -97,11 +101,11 @@ def style(axes: Any, title: str, xlabel: str, subtitle: str = "") -> None:
     axes.spines["bottom"].set_color(MUTED)
 
 
-def draw_panel(axes: Any, points: Mapping[str, Points], styles: Styles, quantity: str, title: str, subtitle: str = "") -> None:
+def draw_panel(axes: Any, points: Mapping[str, Points], quantity: str, title: str, subtitle: str = "") -> None:
     """Lines against the sequence length, both axes logarithmic. quantity: one of QUANTITIES."""
     for name, values in points.items():
-        label = textwrap.shorten(f"{name}: {METHODS[name].what}", 44, placeholder=" ...") if styles is STYLES else "_"
-        axes.plot(*zip(*values, strict=True), label=label, clip_on=False, **(BASELINE_STYLE | styles[name]))
+        label = LEADING.get(name) or textwrap.shorten(f"{name}: {METHODS[name].what}", 44, placeholder=" ...")
+        axes.plot(*zip(*values, strict=True), label=label, clip_on=False, **(BASELINE_STYLE | STYLES[name]))
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     plotted = [value for values in points.values() for _, value in values]
@@ -122,12 +126,20 @@ def share_range(panels: Sequence[Any], quantity: str) -> None:
 
 
 def finding(points: Mapping[str, Points], comparison: str, otherwise: str) -> str:
-    """A panel's title, "Dense takes 1.1 to 75 times {comparison}": the best of the dense methods over ours, at all lengths."""
-    found = sorted(ratio for _, ratio in over_ours(points).get(BEST_DENSE, ()))
-    if not found:
-        return otherwise
-    ends = (f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}" for ratio in (found[0], found[-1]))
-    return f"Dense takes {' to '.join(dict.fromkeys(ends))} times {comparison}"
+    """A panel's title, at all lengths: "Dense takes 1.1 to 75 times {comparison}", or what ours takes without a dense method."""
+    ratios = over_ours(points)
+    found = {method: sorted(ratio for _, ratio in ratios.get(method, ())) for method in (BEST_DENSE, NO_TERM)}
+    if found[BEST_DENSE]:
+        return f"Dense takes {ends(found[BEST_DENSE])} times {comparison}"
+    if found[NO_TERM]:
+        return f"{ends([1 / ratio for ratio in reversed(found[NO_TERM])])} times {comparison} as SDPA"
+    return otherwise
+
+
+def ends(ordered: Sequence[float]) -> str:
+    """The first and the last number, one if they are the same."""
+    shown = (f"{number:.0f}" if number >= 10 else f"{number:.1f}" for number in (ordered[0], ordered[-1]))
+    return " to ".join(dict.fromkeys(shown))
 
 
 def over_ours(points: Mapping[str, Points]) -> dict[str, Points]:
@@ -139,27 +151,6 @@ def over_ours(points: Mapping[str, Points]) -> dict[str, Points]:
         if method != OURS
     }
     return {method: values for method, values in ratios.items() if values}
-
-
-def name_lines(axes: Any, points: Mapping[str, Points], are_flat: bool = False, end_of_dense: str = "") -> None:
-    """Write the names of the leading lines beside them. end_of_dense: why the best dense one ends, a second line."""
-    for method, values in points.items():
-        look = {"color": LEADING_STYLES[method]["color"], "fontsize": SMALL, "fontweight": "bold" if method == OURS else None}
-        where = {
-            "xytext": (0, 10) if method == OURS else (-11, 8 if are_flat else 1),
-            "textcoords": "offset points",
-            "ha": "right",
-            "va": "center",
-        }
-        text, point = LEADING[method], values[-1]
-        if method == "sdpa" and are_flat:
-            where["xytext"] = (0, -13)
-        elif method == "sdpa":  # the lowest line, which rises: below an early point nothing is in the way
-            where |= {"xytext": (5, -10), "ha": "left"}
-            point = values[len(values) > 1]
-        elif method == BEST_DENSE and end_of_dense:
-            text, point, where["xytext"] = f"{text},\n{end_of_dense}", values[-2:][0], (-12, 9)
-        axes.annotate(text, point, **where, **look)
 
 
 def failures(rows: Sequence[Row], direction: str, methods: Collection[str]) -> dict[str, int]:
@@ -176,11 +167,9 @@ def failures(rows: Sequence[Row], direction: str, methods: Collection[str]) -> d
 
 def draw_memory_panel(axes: Any, rows: Sequence[Row], direction: str, methods: Collection[str]) -> None:
     """Peak memory against the length, and a cross where a method would have taken more than the limit."""
-    measured, styles = lines(rows, direction, "peak_bytes", methods), choose_styles(methods)
+    measured = lines(rows, direction, "peak_bytes", methods)
     title = finding(lines(rows, direction, "peak_bytes", LEADING), "as much", "Peak memory")
-    draw_panel(axes, measured, styles, "bytes", title, f"{direction.replace('+', ' + ')}: peak memory, lower is better")
-    if styles is LEADING_STYLES:
-        name_lines(axes, measured)
+    draw_panel(axes, measured, "bytes", title, f"{direction.replace('+', ' + ')}: peak memory, lower is better")
     failed = failures(rows, direction, measured)
     limits = [float(found[1]) * BYTES[found[2]] for row in rows if (found := LIMIT.search(row["status"]))]
     if not (measured and failed and limits):
@@ -189,76 +178,102 @@ def draw_memory_panel(axes: Any, rows: Sequence[Row], direction: str, methods: C
     set_ticks(axes, [*axes.get_ylim(), 1.5 * limit], "bytes")
     axes.axhline(limit, color=MUTED, linewidth=0.8)
     for method, length in failed.items():
-        mark_failure(axes, length, limit, styles[method])
+        mark_failure(axes, length, limit, method)
     where = {"textcoords": "offset points", "ha": "right", "va": "bottom"}
     first = min(failed.values())
     axes.annotate(f"out of memory: more than {short_bytes(limit)}", (first, limit), (-8, 4), fontsize=SMALL, color=INK, **where)
 
 
-def mark_failure(axes: Any, length: int, value: float, style: Mapping[str, Any]) -> None:
+def mark_failure(axes: Any, length: int, value: float, method: str) -> None:
     """A cross."""
     cross = {"linestyle": "", "marker": "x", "markersize": 8, "markeredgewidth": 2.2}
-    axes.plot(length, value, clip_on=False, **(BASELINE_STYLE | dict(style) | cross))
+    axes.plot(length, value, clip_on=False, **(BASELINE_STYLE | STYLES[method] | cross))
 
 
 def draw_ratio_panel(axes: Any, rows: Sequence[Row], direction: str, methods: Collection[str]) -> None:
     """Time over ours against the length; the words say which way is good."""
-    ratios, styles = over_ours(lines(rows, direction, "p50_ms", methods)), choose_styles(methods)
+    ratios = over_ours(lines(rows, direction, "p50_ms", methods))
     title = finding(lines(rows, direction, "p50_ms", LEADING), "as long", "Time over ours")
-    draw_panel(axes, ratios, styles, "ratio", title, f"{direction.replace('+', ' + ')}: time / time of triton_relattn")
+    draw_panel(axes, ratios, "ratio", title, f"{direction.replace('+', ' + ')}: time / time of triton_relattn")
     if not ratios:
         return
     plotted = [1.0, *(ratio for values in ratios.values() for _, ratio in values)]
     set_ticks(axes, [min(plotted) / ROOM, max(plotted) * ROOM], "ratio")
-    axes.axhline(1, color=STYLES[OURS]["color"], linewidth=2.2, zorder=2)
+    axes.axhline(1, label=LEADING[OURS], color=STYLES[OURS]["color"], linewidth=2.2, zorder=2)
     for height, text in ((0.97, "\N{UPWARDS ARROW} slower than ours"), (0.03, "\N{DOWNWARDS ARROW} faster than ours")):
         where = {"transform": axes.transAxes, "va": "top" if height > 0.5 else "bottom"}
         axes.text(0.01, height, text, fontsize=SMALL, color=INK, **where)
-    if styles is LEADING_STYLES:
-        name_lines(axes, ratios, are_flat=True)
-        last = max(length for values in ratios.values() for length, _ in values)
-        ours = {"color": STYLES[OURS]["color"], "fontsize": SMALL, "fontweight": "bold", "ha": "right", "va": "center"}
-        axes.annotate(LEADING[OURS], (last, 1), (0, -9), textcoords="offset points", **ours)
-        if BEST_DENSE in ratios and (length := failures(rows, direction, LEADING).get(BEST_DENSE)):
-            height = ratios[BEST_DENSE][-1][1]
-            mark_failure(axes, length, height, LEADING_STYLES[BEST_DENSE])
-            where = {"textcoords": "offset points", "ha": "center", "va": "bottom", "fontsize": SMALL, "color": INK}
-            axes.annotate("out of\nmemory", (length, height), (0, 7), **where)
+    for method, length in failures(rows, direction, ratios).items():
+        mark_failure(axes, length, ratios[method][-1][1], method)
 
 
-def kinds(rows: Sequence[Row]) -> list[list[Row]]:
-    """The rows of each figure row: those that agree in KIND, if they have more than one length."""
+def draw_times(axes: Any, calls: Sequence[tuple[str, Mapping[str, Row]]]) -> None:
+    """Bars of calls: ours, what it is timed beside, and a mark where attention without positions ends."""
+    names, bottom, gains = [], 0.0, []
+    for name, found in calls:
+        other = next(column for column in found if column not in ("ours", "SDPA"))
+        for column in ("ours", other):
+            time, method = number(found[column], "p50_ms"), found[column]["method"]
+            axes.barh(bottom, time, 0.8, color=STYLES[BEST_DENSE if column == "dense" else method]["color"])
+            axes.annotate(f"{time:.1f} ms", (time, bottom), (4, 0), textcoords="offset points", va="center", fontsize=SMALL)
+            names.append((bottom, "triton_relattn" if column == "ours" else {"dense": "best dense"}.get(other, other)))
+            bottom += 1
+        if "SDPA" in found:
+            without = number(found["SDPA"], "p50_ms")
+            axes.plot([without, without], [bottom - 2.5, bottom - 0.5], color=MUTED, linestyle=":")
+        axes.annotate(name, (0, bottom - 2.5), (2, 2), textcoords="offset points", va="bottom", fontsize=SMALL, color=MUTED)
+        gains.append(number(found[other], "p50_ms") / number(found["ours"], "p50_ms"))
+        bottom += 0.9
+    axes.set_yticks(*zip(*names, strict=True), fontsize=SMALL)
+    axes.set_xticks([])
+    axes.margins(x=0.16)
+    axes.set_ylim(bottom - 1.2, -1.3)
+    style(axes, f"{ends(sorted(gains))} times as fast", "dotted: SDPA without positions", "forward + backward, 32 heads of 64")
+    axes.grid(visible=False)
+    axes.spines["bottom"].set_visible(False)
+
+
+def kinds(rows: Sequence[Row], methods: Collection[str]) -> list[list[Row]]:
+    """The rows of each figure row: those that agree in KIND and compare methods, if possible at more than one length.
+
+    If a length has calls of several sizes, each size is a kind: a line has one call per length.
+    """
     found: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         found.setdefault(tuple(row[name] for name in KIND), []).append(row)
-    several = [alike for alike in found.values() if len({row["seqlen"] for row in alike}) > 1]
-    return several or list(found.values())
-
-
-def choose_styles(methods: Collection[str]) -> Styles:
-    return LEADING_STYLES if set(methods) == set(LEADING) else STYLES
+    by_size: dict[tuple[Any, ...], list[Row]] = {}
+    for kind, alike in found.items():
+        is_line = len({row["case"] for row in alike}) == len({row["seqlen"] for row in alike})
+        for row in alike:
+            by_size.setdefault(kind if is_line else (*kind, *(row[name] for name in SIZE)), []).append(row)
+    columns = {"speed": "p50_ms", "memory": "peak_bytes"}
+    compared = [
+        alike
+        for alike in by_size.values()
+        if any(len(lines(alike, direction, columns[alike[0]["verb"]], methods)) > 1 for direction in summary.DIRECTIONS)
+    ] or list(by_size.values())
+    several = [alike for alike in compared if len({row["seqlen"] for row in alike}) > 1]
+    return several or compared
 
 
 def lines(rows: Sequence[Row], direction: str, column: str, methods: Collection[str]) -> dict[str, Points]:
-    """The points of those methods that have any; the best dense one may be among them."""
+    """The points of those methods that have any; the best dense one and PyTorch's without a term may be among them."""
     measured = {method: summary.points(rows, method, direction, column) for method in METHODS}
     best: dict[int, float] = {}
     for method in summary.DENSE:
         for length, value in measured[method]:
             best[length] = min(value, best.get(length, value))
     measured[BEST_DENSE] = sorted(best.items())
+    measured[NO_TERM] = next((measured[method] for method in PYTORCH if measured[method]), [])
     return {method: measured[method] for method in methods if measured[method]}
 
 
 def kind_title(row: Row) -> str:
     """The kind, in words."""
-    rows, p2c, _ = row["table"].partition(" p2c")
-    names = {"full": "a row for every distance", "none": "no table"}
-    table = names.get(rows, f"table: {rows} rows") + ", a second one for the keys" * bool(p2c)
     heads = row["heads"] if row["heads"] == row["key_heads"] else f"{row['heads']}:{row['key_heads']}"
     tokens = "16k tokens" if row["group"] == "long" else f"batch {row['batch']}"
     attention = "causal" if row["is_causal"] == "True" else "full"
-    return f"{tokens}, {heads} heads of {row['head_dim']}, {attention} attention, {table}, {row['dtype']}"
+    return f"{tokens}, {heads} heads of {row['head_dim']}, {attention} attention, {summary.describe_table(row)}, {row['dtype']}"
 
 
 def caption(rows: Sequence[Row], what: str) -> str:
@@ -285,9 +300,11 @@ def new_figure(path: Path, below: str = "") -> Iterator[Any]:
         plt.close(figure)
 
 
-def draw(rows: Sequence[Row], draw_panel_pair: Callable[[Sequence[Row], Sequence[Any]], None], what: str, path: Path) -> None:
-    """A row of two panels for each kind, a legend above if lines have labels, the conditions below."""
-    all_kinds, below = kinds(rows), caption(rows, what)
+def draw(
+    all_kinds: Sequence[Sequence[Row]], draw_panel_pair: Callable[[Sequence[Row], Sequence[Any]], None], what: str, path: Path
+) -> None:
+    """A row of two panels per kind, a legend above, the conditions below."""
+    below = caption([row for alike in all_kinds for row in alike], what)
     with new_figure(path, below) as figure:
         axes = figure.subplots(len(all_kinds), 2, squeeze=False)
         for alike, pair in zip(all_kinds, axes, strict=True):
@@ -295,18 +312,23 @@ def draw(rows: Sequence[Row], draw_panel_pair: Callable[[Sequence[Row], Sequence
             above = {"xycoords": "axes fraction", "textcoords": "offset points", "color": MUTED, "fontsize": SMALL}
             pair[0].annotate(kind_title(alike[0]), (-0.14, 1), (0, 46), **above).set_in_layout(False)
         handles = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-        foot, head = 0.16 * len(below.splitlines()) + 0.2, 0.21 * -(-len(handles) // 2) + 0.3
+        handles = dict(sorted(handles.items(), key=lambda entry: entry[0] != LEADING[OURS]))
+        foot, head = 0.16 * len(below.splitlines()) + 0.2, 0.21 * -(-len(handles) // 3) + 0.3
         height = (PANEL_HEIGHT + 0.3) * len(all_kinds) + head + foot
         figure.set_size_inches(WIDTH, height)
         figure.tight_layout(rect=(0.01, foot / height, 0.99, 1 - head / height), h_pad=3.5, w_pad=1.5)
         if handles:
-            where = {"loc": "upper left", "ncols": 2, "frameon": False, "bbox_to_anchor": (0.0, 1.0), "fontsize": SMALL}
+            where = {"loc": "upper left", "ncols": 3, "frameon": False, "bbox_to_anchor": (0.0, 1.0), "fontsize": SMALL}
             figure.legend(handles.values(), handles.keys(), **where)
 
 
 PANELS: dict[str, tuple[Callable[..., None], str, str]] = {
     "memory": (draw_memory_panel, "bytes", "Peak memory above the inputs. Dotted: without a relative term."),
-    "speed": (draw_ratio_panel, "ratio", "Medians of interleaved runs. Dotted: without a relative term, a lower bound."),
+    "speed": (
+        draw_ratio_panel,
+        "ratio",
+        "Times of interleaved runs. Dotted: without a relative term, a lower bound. Cross: out of memory.",
+    ),
 }
 """By verb: what draws a panel, its quantity, and what the caption says."""
 
@@ -320,4 +342,4 @@ def draw_directions(verb: str, rows: Sequence[Row], path: Path, methods: Collect
             draw_one(axis, alike, direction, methods)
         share_range(axes, quantity)
 
-    draw(rows, panels, what, path)
+    draw(kinds(rows, methods), panels, what, path)

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..cases.methods import OURS
-from . import summary
-from .rows import ROOT, pivot, read
+from . import longest, summary
+from .rows import ROOT, is_stalled, number, pivot, read
 from .summary import DENSE, DIRECTIONS
 from .text import digits, markdown_table, short_bytes
 
@@ -22,17 +22,21 @@ EARLIER = "d09a3ce6"
 BOTH = DIRECTIONS[1]
 FLASH, CUDNN, FLEX = "sdpa_flash", "sdpa_cudnn", "flex_attention"
 SDPA_BIAS = ("sdpa_bias_efficient", "sdpa_bias_cudnn")
-STALLED = 1.1
-"""A median over the 20th percentile that is larger means that the host stalled the GPU in most rounds."""
 GAIN = 1.05
-"""A larger ratio of two medians is no chance."""
+"""A larger ratio of two times is no chance."""
 REPEATED = 1.1
-"""A call's time repeated if its medians in two runs differ by no more than this factor."""
-README_LENGTHS = ("1024", "4096", "16384")
-CHANGED = (
-    "Since then the backward of calls without a row for every distance and the loops of all kernels were rewritten, rows of tile "
-    "sizes were retuned, and launches are cached again; that was not timed on a GPU."
+"""A call's time repeated if those of two runs differ by no more than this factor."""
+SHOWN = (
+    ("16 x 1,024 tokens, full table", "dense", "b16 h32 n1024 d64 full bf16"),
+    ("2 x 4,096 tokens, full table", "dense", "b2 h32 n4096 d64 full bf16"),
+    ("4 x 4,096 tokens, 129 vectors", "", "b4 h32 n4096 d64 r129 bf16"),
+    ("8 x 2,048 tokens, T5's bias", "", "b8 h32 n2048 d64 full bias bf16"),
 )
+"""README's calls: what they are called there, and the group and case of their rows."""
+HOUR, DEBERTA = "b1 h16 n16384 d128 full bf16", "b2 h12 n8192 d64 r1047 p2c bf16"
+PUBLISHED = (8.48, 45.26)
+"""Forward and backward in ms. DisentangledFlash 1.1.1, its README on the package index: an H200, bfloat16, 12 heads of 64, 16,384
+tokens in sequences of 8,192, its untuned kernels, torch 2.14 and Triton 3.8."""
 
 
 @functools.cache
@@ -60,8 +64,8 @@ def machine() -> str:
     return f"an {row['device']} ({versions}), commit {commit()}"
 
 
-def ratio(row: Row, other: Row, column: str = "p50_ms") -> float:
-    return float(row[column]) / float(other[column])
+def ratio(row: Row, other: Row) -> float:
+    return number(row, "p50_ms") / number(other, "p50_ms")
 
 
 def ratios(rows: Rows, method: str, other: str, direction: str, chosen: Sequence[str] = ()) -> list[float]:
@@ -72,112 +76,112 @@ def ratios(rows: Rows, method: str, other: str, direction: str, chosen: Sequence
 def spread(found: Iterable[float]) -> str:
     """The smallest and the largest, one if they are the same."""
     ordered = sorted(found)
-    return " to ".join(dict.fromkeys(f"{value:.1f}" for value in (ordered[0], ordered[-1])))
+    return " to ".join(dict.fromkeys(f"{number:.1f}" for number in (ordered[0], ordered[-1])))
 
 
-def is_stalled(row: Row) -> bool:
-    """Whether the median is the host's: queueing takes longer than its head start, and a fifth of the rounds is faster."""
-    return row["waits_for_host"] == "yes" and bool(row["p20_ms"]) and float(row["p50_ms"]) / float(row["p20_ms"]) > STALLED
-
-
-def median(row: Row, unit: str = "") -> str:
-    """A median and its mark: † if the host stalled the GPU, otherwise ‡ if a second run's was another one."""
+def time(row: Row) -> str:
+    """A time and its mark: † if it is a 20th percentile, ‡ if that of a second run was another one."""
     again = load_times(run="again").get((row["case"], row["method"], row["direction"]))
     differs = again is not None and max(ratio(row, again), ratio(again, row)) > REPEATED
-    mark = " †" if is_stalled(row) else " ‡" * differs
-    return digits(float(row["p50_ms"])) + unit + mark
+    return digits(number(row, "p50_ms")) + " †" * is_stalled(row) + " ‡" * differs
 
 
 def fastest(rows: Rows, case: str, direction: str, methods: Sequence[str]) -> Row:
     found = [rows[case, name, direction] for name in methods if (case, name, direction) in rows]
-    return min(found, key=lambda row: float(row["p50_ms"]))
+    return min(found, key=lambda row: number(row, "p50_ms"))
 
 
 def describe(row: Row) -> str:
     """A call in words: 4 x 4,096, 32 heads of 64, 129 rows, causal."""
-    rows = row["table"].removesuffix(" p2c").removesuffix(" bias").removeprefix("clamp ")
-    if row["table"] == "none":
-        table = "no table"
-    elif row["table"].endswith("alibi"):
-        table = "ALiBi"
-    elif row["table"].endswith("bias"):
-        table = "a bias" if rows == "full" else f"a bias of {int(rows)} rows"
-    elif row["table"].endswith("p2c"):
-        table = "two full tables" if rows == "full" else f"two tables of {int(rows):,} rows"
-    else:
-        table = "full table" if rows == "full" else f"{rows} rows"
     sizes = f"{row['batch']} x {int(row['seqlen']):,}, {row['heads']} heads of {row['head_dim']}"
-    return f"{sizes}, {table}" + ", causal" * (row["is_causal"] == "True")
+    return f"{sizes}, {summary.describe_table(row)}" + ", causal" * (row["is_causal"] == "True")
 
 
 def beside_sdpa(rows: Rows, case: str, direction: str) -> str:
     """Our time, and in brackets how many times those of FlashAttention and cuDNN it is."""
     others = (ratios(rows, OURS, method, direction, [case])[0] for method in (FLASH, CUDNN))
-    return f"{median(rows[case, OURS, direction])} ({', '.join(f'{other:.1f}' for other in others)})"
+    return f"{time(rows[case, OURS, direction])} ({', '.join(f'{other:.1f}' for other in others)})"
+
+
+def shown() -> list[tuple[str, dict[str, Row]]]:
+    """README's calls: ours, the best other methods timed beside it, and SDPA without positions where the call was timed alone."""
+    found = []
+    for name, group, case in SHOWN:
+        rows, alone = load_times(group), load_times()
+        row = {"ours": rows[case, OURS, BOTH]}
+        if (case, FLEX, BOTH) in rows:
+            row["FlexAttention"] = rows[case, FLEX, BOTH]
+        else:
+            row["dense"] = fastest(rows, case, BOTH, DENSE)
+        if (case, FLASH, BOTH) in alone:
+            row["SDPA"] = alone[case, FLASH, BOTH]
+        found.append((name, row))
+    return found
 
 
 def first() -> str:
-    """README's table and paragraph."""
-    rows = load_times("long")
-    full = cases(rows, head_dim="64", table="full", is_causal="False")
-    shown = [case for case in full if rows[case, OURS, "forward"]["seqlen"] in README_LENGTHS]
-    body, percentiles = [], []
-    for case in shown:
-        row, cells = rows[case, OURS, "forward"], []
-        for direction in DIRECTIONS:
-            ours = rows[case, OURS, direction]
-            cells += [median(ours, " ms"), f"{ratio(ours, rows[case, FLASH, direction]):.1f}"]
-            percentiles += [f"{digits(float(ours['p20_ms']))} ms"] * is_stalled(ours)
-        body.append([f"{row['batch']} x {int(row['seqlen']):,} tokens", *cells])
-    head = ["one attention call on an H100", "forward", "÷ SDPA", "forward + backward", "÷ SDPA"]
-    cudnn = [spread(ratios(rows, OURS, CUDNN, direction, shown)) for direction in DIRECTIONS]
-    compared, slower = regressions()
+    """README's table."""
+    columns = ("ours", "FlexAttention", "dense", "SDPA")
+    body = []
+    for name, found in shown():
+        cells = [f"{number(found[column], 'p50_ms'):.1f}" if column in found else "-" for column in columns]
+        body.append([name, f"**{cells[0]}**", *cells[1:]])
     conditions = (
-        "÷ SDPA: time relative to SDPA's FlashAttention without positions. cuDNN is faster still: ours takes "
-        f"{cudnn[0]}x its time forward, {cudnn[1]}x forward + backward. {sdpa_sentence()} "
-        f"An earlier version was more than {100 * (GAIN - 1):.0f} % faster in {len(slower)} of {len(compared)} cases. {CHANGED} "
+        f"Forward + backward of one call on {machine()}: bfloat16, 32 heads of 64, timed beside ours. Full table: one learned "
+        "vector per distance. SDPA: FlashAttention without positions, a lower bound. Dense: the fastest of four ways in PyTorch. "
+        "[All figures](docs/benchmarks.md)."
     )
-    if percentiles:
-        conditions += f"† CPU launch overhead stalled the GPU in most rounds; the 20th percentile is {', '.join(percentiles)}. "
-    conditions += (
-        f"Measured on {machine()}: bfloat16, 32 heads of 64, a table with a row per distance. "
-        "[All figures](docs/benchmarks.md#on-an-h100)."
-    )
-    claims = f"{dense_sentence()} {flex_sentence()} {memory_sentence()}"
-    return f"{markdown_table(head, body)}\n\n{claims}\n\n{conditions}"
+    return f"{markdown_table(['ms', *columns], body)}\n\n{conditions}"
 
 
-def sdpa_sentence() -> str:
-    """Forward and backward beside SDPA's FlashAttention, in all calls that were timed."""
-    found = {group: ratios(load_times(group), OURS, FLASH, BOTH) for group in ("long", "t5", "deberta", "speech")}
+def gains() -> tuple[str, ...]:
+    """What the table means for three kinds of models."""
+    flex = ratio(*(dict(shown())[SHOWN[-1][0]][column] for column in ("FlexAttention", "ours")))
+    forward, backward = (number(load_times("deberta")[DEBERTA, OURS, way], "p50_ms") for way in ("forward", "backward"))
+    hours = [f"{seconds_per_hour(way):.1f} s" for way in DIRECTIONS]
+    card = longest.CARDS[0]
+    stock, enabled = (longest.longest(longest.ENCODERS[0], "inference", is_ours, card) / 60 for is_ours in (False, True))
     return (
-        f"Of all calls timed, forward + backward is {spread(found['long'] + found['t5'])} times SDPA from 512 tokens on "
-        f"(DeBERTa up to {max(found['deberta']):.1f}), and {spread(found['speech'])} times at 200 and 500 tokens, where CPU "
-        "launch overhead dominates and dense was not timed."
+        f"**An hour of audio**: stock Conformer-L in NeMo fits {stock:.0f} minutes on {card} GB (float32 inference), an enabled "
+        f"one {enabled:.0f}. The attention of {longest.ENCODERS[1].layers} FastConformer layers on an hour takes {hours[0]} on "
+        f"an H100 in bfloat16, {hours[1]} with the backward. "
+        "[Computed, not measured](docs/long-audio.md#how-long-can-the-audio-be).",
+        f"**T5**: {flex:.1f} times as fast as compiled FlexAttention (the last row of the table).",
+        f"**DeBERTa**, 2 x 8,192 tokens, 12 heads of 64: {forward:.2f} ms forward, {backward:.2f} backward, if buckets saturate "
+        f"at distance 512, as in v3; DisentangledFlash 1.1.1 publishes {' and '.join(map(str, PUBLISHED))} on an H200.",
     )
 
 
-def dense_sentence() -> str:
-    """How much faster than the fastest dense method, in the calls where both were timed side by side."""
-    rows = load_times("dense")
-    shown = cases(rows, head_dim="64", table="full")
-    lengths = " and ".join(f"{int(rows[case, OURS, 'forward']['seqlen']):,}" for case in shown)
-    forward, both = (
-        " and ".join(f"{ratio(fastest(rows, case, way, DENSE), rows[case, OURS, way]):.1f}x" for case in shown)
-        for way in DIRECTIONS
+def seconds_per_hour(direction: str) -> float:
+    """Seconds of the attention of FastConformer-XL's layers on an hour of audio, from a call of 16,384 tokens."""
+    encoder, row = longest.ENCODERS[1], load_times("long")[HOUR, OURS, direction]
+    frames = 3600 / (longest.HOP * encoder.factor)
+    pairs = encoder.heads / int(row["heads"]) * (frames / int(row["seqlen"])) ** 2
+    return encoder.layers * pairs * number(row, "p50_ms") / 1e3
+
+
+def costs() -> tuple[str, ...]:
+    """README's caveats: what the term costs, and where it does not pay."""
+    rows, speech, deberta = load_times("long"), load_times("speech"), load_times("deberta")
+    full = {is_causal: cases(rows, head_dim="64", table="full", is_causal=is_causal) for is_causal in ("False", "True")}
+    forward, both = (spread(ratios(rows, OURS, FLASH, way, full["False"])) for way in DIRECTIONS)
+    causal, tables = max(ratios(rows, OURS, FLASH, BOTH, full["True"])), max(ratios(deberta, OURS, FLASH, BOTH))
+    cudnn = spread(ratios(rows, OURS, CUDNN, BOTH, full["False"]))
+    short = max(
+        float(row["p50_ms"]) / float(speech[case, FLASH, BOTH]["p50_ms"])
+        for (case, *key), row in speech.items()
+        if key == [OURS, BOTH]
     )
     return (
-        f"Timed beside ours, the fastest dense PyTorch takes {forward} its time with {lengths} tokens ({both} with the backward)."
+        f"**What the term costs.** With a full table the forward takes {forward} times SDPA's time without positions, forward + "
+        f"backward {both} times (causal up to {causal:.1f}, DeBERTa's two tables up to {tables:.1f}). cuDNN without positions is "
+        f"faster than SDPA: ours takes {cudnn} times its time.",
+        f"**Where it does not pay.** Below 512 tokens launches dominate: up to {short:.0f} times SDPA's time at 200 tokens. The "
+        "CPU overhead of a call fell to a quarter since (not timed on a GPU); a [CUDA "
+        "graph](docs/torch.md#short-sequences-on-a-gpu) has none.",
+        "**Memory.** The forward forms nothing of size N x N. The backward has a workspace that grows with N x N, up to 256 MiB "
+        f"(512 MiB at 16,384 tokens). {memory_sentence()}",
     )
-
-
-def flex_sentence() -> str:
-    """How much faster than FlexAttention."""
-    rows = load_times("")
-    forward, both = (spread(ratios(rows, FLEX, OURS, way)) for way in DIRECTIONS)
-    names = "no one two three four five six seven eight nine ten eleven twelve".split()
-    number = names[len(cases(rows))]
-    return f"Compiled FlexAttention takes {forward}x its time ({both}x with the backward), in {number} configurations."
 
 
 def peaks() -> list[Row]:
@@ -194,7 +198,7 @@ def memory_sentence() -> str:
     dense = min(found[length][name] for name in DENSE if name in found[length])
     return (
         f"With {length:,} tokens and 8 heads, forward + backward peaks at {short_bytes(found[length][OURS])} above the inputs, "
-        f"256 MiB or more of them a workspace; dense PyTorch peaks at {short_bytes(dense)}."
+        f"dense PyTorch at {short_bytes(dense)}."
     )
 
 
@@ -249,27 +253,21 @@ def graphs() -> str:
 def earlier() -> str:
     """Calls that earlier kernels computed faster, on the same machine within the hour."""
     (rows, before), again, (compared, slower) = shared_rows(), load_times(run="again"), regressions()
-    body = [
-        [describe(row), digits(float(other["p50_ms"])), median(row)]
-        + [f"{ratio(row, other, column):.2f}" for column in ("p50_ms", "p20_ms")]
-        for row, other in slower
-    ]
+    body = [[describe(row), digits(number(other, "p50_ms")), time(row), f"{ratio(row, other):.2f}"] for row, other in slower]
     plain = [key for key in again if key[1] == "plain" and key in before]
-    backward = [ratio(again[key], before[key], "p20_ms") for key in plain if key[2] == "backward"]
+    backward = [ratio(again[key], before[key]) for key in plain if key[2] == "backward"]
     wide = [key for key, row in before.items() if key[1:] == ("plain", "forward") and row["head_dim"] == "128"]
     forward = [ratio(rows[key], before[key]) for key in wide]
-    memory = [ratio(again[key], before[key], "peak_bytes") for key in plain if key[2] == BOTH]
+    memory = [float(again[key]["peak_bytes"]) / float(before[key]["peak_bytes"]) for key in plain if key[2] == BOTH]
     before_table = (
         f"The kernels of {EARLIER} were more than {100 * (GAIN - 1):.0f} % faster in {len(body)} of the {len(compared)} calls "
-        "timed with both, on that machine within the hour. The last two columns have the ratios of the medians and of the 20th "
-        "percentiles of the rounds, in which CPU launch overhead counts least:"
+        "timed with both, on that machine within the hour:"
     )
     after_table = (
         f"Calls without a table regressed as well: compared with {EARLIER}, their backward takes {spread(backward)} times as "
-        f"long (20th percentiles), their forward {spread(forward)} times with heads of 128, and their peak is {spread(memory)} "
-        "times as high."
+        f"long, their forward {spread(forward)} times with heads of 128, and their peak is {spread(memory)} times as high."
     )
-    head = ["forward + backward, ms", EARLIER, commit(), "ratio", "of 20th percentiles"]
+    head = ["forward + backward, ms", EARLIER, commit(), "ratio"]
     return f"{before_table}\n\n{markdown_table(head, body)}\n\n{after_table}"
 
 
@@ -280,7 +278,7 @@ def beside(rows: Rows, methods: Sequence[str]) -> str:
     for case in cases(rows):
         for direction in DIRECTIONS:
             ours, best = rows[case, OURS, direction], fastest(rows, case, direction, methods)
-            cells = [median(rows[key]) if (key := (case, name, direction)) in rows else "-" for name in present]
+            cells = [time(rows[key]) if (key := (case, name, direction)) in rows else "-" for name in present]
             body.append([f"{describe(ours)}: {direction}", *cells, f"{ratio(best, ours):.1f}"])
     return markdown_table(["ms", *present, "ratio"], body)
 

@@ -99,12 +99,28 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+STALLED = 1.1
+"""A median over the 20th percentile that is larger means that the host stalled the GPU in most rounds."""
+
+
+def is_stalled(row: Mapping[str, Any]) -> bool:
+    """Return whether a median is the host's: queueing takes longer than its head start, and a fifth of the rounds is faster."""
+    has_both = row.get("waits_for_host") == "yes" and row.get("p20_ms") and row["p50_ms"]
+    return bool(has_both) and float(row["p50_ms"]) / float(row["p20_ms"]) > STALLED
+
+
+def number(row: Mapping[str, Any], column: str) -> float:
+    """Return a number of a row. The time of a call (p50_ms) is the median, or the 20th percentile of the rounds where the host
+    stalled the GPU in most of them."""
+    return float(row["p20_ms" if column == "p50_ms" and is_stalled(row) else column])
+
+
 def pivot(rows: Iterable[Mapping[str, Any]], names: Sequence[str], column: str) -> dict[tuple[str, ...], dict[str, float]]:
     """By the values of the named columns, the numbers of a column by method."""
     found: dict[tuple[str, ...], dict[str, float]] = {}
     for row in rows:
         if row[column]:
-            found.setdefault(tuple(str(row[name]) for name in names), {})[row["method"]] = float(row[column])
+            found.setdefault(tuple(str(row[name]) for name in names), {})[row["method"]] = number(row, column)
     return found
 
 

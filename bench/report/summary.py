@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..cases.methods import METHODS, OURS
-from .rows import pivot
+from .rows import number, pivot
 from .text import digits, markdown_table, short_bytes, short_time
 from .text import table as text_table
 
@@ -33,11 +33,26 @@ def exponent(points: Sequence[tuple[int, float]]) -> float | None:
     return sum((x - mean_x) * (y - mean_y) for x, y in logs) / sum((x - mean_x) ** 2 for x, _ in logs)
 
 
+def describe_table(row: Row) -> str:
+    """A call's tables in words: full table, 129 rows, a bias of 33 rows, two full tables."""
+    words = row["table"].removeprefix("clamp ").split()
+    size = "" if words[0] == "full" else f"{words[0]} rows"
+    if row["table"] == "none":
+        return "no table"
+    if words[-1] == "alibi":
+        return "ALiBi"
+    if words[-1] == "bias":
+        return f"a bias of {size}" if size else "a bias"
+    if words[-1] == "p2c":
+        return f"two tables of {int(words[0]):,} rows" if size else "two full tables"
+    return size or "full table"
+
+
 def points(rows: Sequence[Row], method: str, direction: str, column: str) -> list[tuple[int, float]]:
     """Length and value of what was measured, shortest first; without peaks so small that they drown in other memory."""
     measured = (row for row in rows if (row["method"], row["direction"]) == (method, direction) and row[column])
-    values = ((int(row["seqlen"]), float(row[column])) for row in measured)
-    return sorted((length, value) for length, value in values if value > 0)
+    values = ((int(row["seqlen"]), number(row, column)) for row in measured)
+    return sorted((length, number) for length, number in values if number > 0)
 
 
 def across_methods(rows: Sequence[Row], direction: str, column: str, show: Callable[[float, float | None], str]) -> str:

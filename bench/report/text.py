@@ -28,6 +28,11 @@ def markdown_table(header: Sequence[str], body: Sequence[Sequence[str]], others:
     return "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *body))
 
 
+def bullets(*items: str) -> str:
+    """A list in Markdown."""
+    return "\n".join(f"- {item}" for item in items)
+
+
 def digits(value: float) -> str:
     """Three digits: 0.574, 12.0, 26,700."""
     rounded = float(f"{value:.3g}")

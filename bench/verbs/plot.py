@@ -46,20 +46,22 @@ def run(options: argparse.Namespace) -> int:
     rows = [row for file in options.csv for row in file]
     by_verb = {verb: [row for row in rows if row["verb"] == verb] for verb in COLUMNS}
     options.out.mkdir(parents=True, exist_ok=True)
-    for verb, rows in by_verb.items():
-        path = options.out / f"{verb}.png"
-        if verb == "models" and (sentences := [row for row in rows if row.get("real")]):
-            models.draw_sentences(sentences, options.out / "sentences.png")
-            print(options.out / "sentences.png")
-        if verb == "models" and models.single_lengths(rows):
-            models.draw([row for row in rows if not row.get("real")], path)
-        elif verb != "models" and rows:
-            draw_directions(verb, rows, path, options.methods or tuple(LEADING))
-        else:
-            continue
-        print(path)
+    for verb in ("memory", "speed"):
+        if by_verb[verb]:
+            draw_directions(verb, by_verb[verb], options.out / f"{verb}.png", options.methods or tuple(LEADING))
+            print(options.out / f"{verb}.png")
+    sentences = [row for row in by_verb["models"] if row.get("real")]
+    single = [row for row in by_verb["models"] if not row.get("real")]
+    if sentences:
+        models.draw_sentences(sentences, options.out / "sentences.png")
+        print(options.out / "sentences.png")
+    if any(models.over_ours(single, length, "p50_ms") for length in models.single_lengths(single)):
+        models.draw(single, options.out / "models.png")
+        print(options.out / "models.png")
+    elif single:
+        print("No figure: no model has both ways at one length and one sequence; the tables have all rows.")
     if by_verb["models"]:
         print(f"\n{models.tables(by_verb['models'])}")
-    for alike in kinds([*by_verb["speed"], *by_verb["memory"]]):
+    for alike in kinds([*by_verb["speed"], *by_verb["memory"]], tuple(METHODS)):
         print(f"\n{kind_title(alike[0])}\n\n{summary.markdown(alike)}")
     return 0

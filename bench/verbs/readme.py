@@ -11,19 +11,21 @@ import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import geometric_mean
-from typing import Any
 
 from ..cases.methods import OURS
 from ..report import figures, gpu, models, summary
 from ..report.rows import ROOT, pivot, read
 from ..report.summary import DENSE
-from ..report.text import digits, markdown_table, short_bytes, short_time
+from ..report.text import bullets, digits, markdown_table, short_bytes, short_time
 from . import accuracy
 from .options import new_folder
 
-PAGES = ("README.md", "docs/benchmarks.md", "docs/numerics.md", "docs/transformers.md", "examples/README.md")
+PAGES = (
+    *("README.md", "docs/benchmarks.md", "docs/benchmarks-cpu.md", "docs/benchmarks-models.md", "docs/numerics.md"),
+    "examples/README.md",
+)
 PART = re.compile(r"(<!-- begin (\S+): python -m bench readme -->\n).*?(\n<!-- end -->\n)", re.DOTALL)
-RESULTS, FIGURE = ROOT / "bench" / "results" / "cpu", "first.png"
+RESULTS = ROOT / "bench" / "results" / "cpu"
 LENGTH = 8192
 PEERS = {"flex_attention": "Compiled FlexAttention", "onnxruntime": "ONNX Runtime's Attention with a dense mask"}
 SHOWN = (
@@ -62,30 +64,18 @@ def speed() -> tuple[Measured, Measured, str, str]:
     return forward, both, f"{min(both)} to {longest_dense:,}", f"{min(both)} to {max(both):,}"
 
 
-def first() -> str:
-    """README's first screen."""
+def on_cpu() -> str:
+    """README's sentence about machines without a GPU."""
     memory = measured("memory.csv", "forward+backward", "peak_bytes")[LENGTH]
-    forward, both, dense_lengths, lengths = speed()
+    both = measured("speed.csv", "forward+backward", "p50_ms")
     row = next(row for row in load("speed.csv") if row["status"] == "ok")
-    lines = [f"| {LENGTH:,} tokens {on_a_cpu(row)}, forward + backward | memory | time |", "|---|---|---|"]
-    for method, name in figures.LEADING.items():
-        bold, bound = "**" * (method == OURS), " (lower bound)" * (method == "sdpa")
-        cells = (f"{bold}{text}{bold}" for text in (short_bytes(memory[method]), short_time(both[LENGTH][method])))
-        lines.append(f"| {name}{bound} | {' | '.join(cells)} |")
-    device, torch = row["device"].removeprefix("CPU, "), row["torch"].split("+")[0]
-    text = (
-        f"Measured on {row['threads']} threads of a CPU ({device}, torch {torch}), 8 heads of {row['head_dim']}, float32. "
-        f"From {dense_lengths} tokens it is {ratios(both, 'dense', OURS)} times as fast as the fastest dense "
-        f"method (forward alone {ratios(forward, 'dense', OURS)}). From {lengths} it takes "
-        f"{ratios(both, OURS, 'sdpa')} times as long as attention without positions (forward {ratios(forward, OURS, 'sdpa')}). "
-        f"{models_sentence(2048)} {models_sentence(512)} [All figures](docs/benchmarks.md)."
+    ours, dense = (f"{short_bytes(memory[name])} and {short_time(both[LENGTH][name])}" for name in (OURS, "dense"))
+    gain, none = (geometric_mean(models.over_ours(load("models.csv"), length, "p50_ms").values()) for length in (2048, 512))
+    return (
+        f"**On a CPU** it is plain PyTorch, block by block. {LENGTH:,} tokens, forward + backward, take {ours}, dense PyTorch "
+        f"{dense} (8 heads of {row['head_dim']}, float32, {row['threads']} threads). A layer of a model is {gain:.1f} times as "
+        f"fast as stock with 2,048 tokens, {none:.2f} times with 512. [All figures](docs/benchmarks-cpu.md)."
     )
-    picture = f"![Peak memory and time against the sequence length]({(RESULTS / FIGURE).relative_to(ROOT)})"
-    return "\n".join([picture, "", *lines, "", text])
-
-
-def on_a_cpu(row: dict[str, Any]) -> str:
-    return f"on a CPU ({row['threads']} threads)"
 
 
 def models_sentence(length: int) -> str:
@@ -163,7 +153,6 @@ def music() -> str:
 
 
 PARTS: dict[str, Callable[[], str]] = {
-    "first": first,
     "claims": claims,
     "lengths": lambda: with_machine(summary.markdown, "speed.csv", "memory.csv"),
     "bias": lambda: with_machine(summary.markdown, "bias.csv"),
@@ -177,7 +166,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "models-short": lambda: models.ratios(load("models_short.csv"), SHOWN),
     "models-bf16": lambda: models.ratios(load("models_bf16.csv")),
     "music": music,
-    "gpu": gpu.first,
+    "gpu": lambda: f"{gpu.first()}\n\n{bullets(*gpu.gains(), *gpu.costs(), on_cpu())}",
     "gpu-speed": gpu.speed,
     "gpu-baselines": gpu.baselines,
     "gpu-memory": gpu.memory,
@@ -185,9 +174,13 @@ PARTS: dict[str, Callable[[], str]] = {
 
 
 def wrapped(text: str) -> str:
-    """Markdown whose paragraphs have lines of 80 columns; tables have one line per row."""
-    lines = text.splitlines()
-    return "\n".join(line if line.startswith("|") else textwrap.fill(line, 80, break_on_hyphens=False) for line in lines)
+    """Markdown whose paragraphs and list items have lines of 80 columns; tables have one line per row."""
+
+    def fill(line: str) -> str:
+        indent = "  " * line.startswith("- ")
+        return textwrap.fill(line, 80, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
+
+    return "\n".join(line if line.startswith("|") else fill(line) for line in text.splitlines())
 
 
 def written(page: str) -> str:
@@ -195,20 +188,30 @@ def written(page: str) -> str:
     return PART.sub(lambda found: f"{found[1]}{wrapped(PARTS[found[2]]().strip())}\n{found[3]}", (ROOT / page).read_text())
 
 
-def draw(path: Path) -> None:
-    """Memory and time side by side."""
-    panels = (("memory.csv", "peak_bytes", "bytes", "memory", "as much"), ("speed.csv", "p50_ms", "time", "time", "as long"))
-    with figures.new_figure(path) as drawn:
+def draw(folder: Path) -> list[Path]:
+    """The H100's figures: memory and time side by side for README, memory, and time against the length for the benchmarks."""
+    first, memory, times = (folder / f"{name}.png" for name in ("h100", "memory", "speed"))
+    rows = read(gpu.RESULTS / "measure" / "results.csv")
+    with figures.new_figure(first) as drawn:
         drawn.set_size_inches(figures.WIDTH, 3.4)
-        for axis, (file, column, quantity, what, times) in zip(drawn.subplots(1, 2), panels, strict=True):
-            rows = [row for row in load(file) if row["direction"] == "forward+backward"]
-            points = figures.lines(rows, "forward+backward", column, figures.LEADING)
-            title, subtitle = figures.finding(points, times, what), f"forward + backward {on_a_cpu(rows[0])}: {what}"
-            figures.draw_panel(axis, points, figures.LEADING_STYLES, quantity, title, subtitle)
-            failed = figures.failures(rows, "forward+backward", [figures.BEST_DENSE])
-            end = "".join(f"out of memory at {figures.short_length(length)}" for length in failed.values())
-            figures.name_lines(axis, points, end_of_dense=end)
+        left, right = drawn.subplots(1, 2)
+        full = [row for row in rows if (row["verb"], row["table"]) == ("memory", "full")]
+        points = figures.lines(full, gpu.BOTH, "peak_bytes", figures.LEADING)
+        dense, ours = points[figures.BEST_DENSE][-1], dict(points[OURS])
+        title = f"{dense[1] / ours[dense[0]]:.0f} times less memory at {figures.short_length(dense[0])} tokens"
+        figures.draw_panel(left, points, "bytes", title, "forward + backward, 8 heads of 64: peak memory")
+        lost = figures.failures(full, gpu.BOTH, points)[figures.BEST_DENSE]
+        figures.set_ticks(left, [*left.get_ylim(), 2 * dense[1]], "bytes")
+        figures.mark_failure(left, lost, left.get_ylim()[1], figures.BEST_DENSE)
+        where = {"textcoords": "offset points", "ha": "right", "va": "bottom", "fontsize": figures.SMALL}
+        left.annotate("out of memory (80 GB)", (lost, left.get_ylim()[1]), (-8, -6), **where)
+        left.legend(loc="upper left", bbox_to_anchor=(0, 0.94), frameon=False, fontsize=figures.SMALL)
+        figures.draw_times(right, gpu.shown())
         drawn.tight_layout(w_pad=1.5)
+    figures.draw_directions("memory", [row for row in rows if row["verb"] == "memory"], memory, tuple(figures.LEADING))
+    long = [row for row in rows if (row["verb"], row["group"], row["head_dim"]) == ("speed", "long", "64")]
+    figures.draw_directions("speed", long, times, tuple(figures.LEADING))
+    return [first, memory, times]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -216,13 +219,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    figure = options.out / (RESULTS / FIGURE).relative_to(ROOT)
     for page in PAGES:
         path = options.out / page
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(written(page))
         print(path)
-    figure.parent.mkdir(parents=True, exist_ok=True)
-    draw(figure)
-    print(figure)
+    folder = options.out / gpu.RESULTS.relative_to(ROOT)
+    folder.mkdir(parents=True, exist_ok=True)
+    print(*draw(folder), sep="\n")
     return 0

@@ -100,10 +100,10 @@ def draw(rows: Sequence[dict[str, Any]], memory_limit: int, path: Path) -> None:
         figures.draw_memory_panel(memory, alike, DIRECTION, METHODS)
         title = figures.finding(figures.lines(alike, DIRECTION, "p50_ms", figures.LEADING), "as long", "Time")
         times = figures.lines(alike, DIRECTION, "p50_ms", METHODS)
-        figures.draw_panel(milliseconds, times, figures.STYLES, "time", title, "time, lower is better")
+        figures.draw_panel(milliseconds, times, "time", title, "time, lower is better")
 
     what = f"Forward + backward. Memory: peak above the inputs, of {short_bytes(memory_limit)} at most."
-    figures.draw(rows, panels, what, path)
+    figures.draw([rows], panels, what, path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,6 +16,8 @@ from tests.tolerance import assert_at_most, dtype_tolerance
 
 pytest.importorskip("matplotlib")
 
+from matplotlib.figure import Figure
+
 from bench import models
 from bench.__main__ import main
 from bench.cases import attention as cases
@@ -195,13 +197,41 @@ def test_memory_goes_on_past_the_failures(
 
 def test_committed_rows_make_the_pages(tmp_path: Path) -> None:
     """Figures and tables in README and docs follow from the rows in bench/results, and every family has a display name there."""
-    assert set(figures.STYLES) == set(METHODS) and set(model_tables.NAMES) == set(FAMILIES)
+    assert set(figures.STYLES) == {*METHODS, figures.BEST_DENSE, figures.NO_TERM} and set(model_tables.NAMES) == set(FAMILIES)
     assert main(["readme", "--out", str(tmp_path)]) == 0
     for page in readme.PAGES:
         assert (tmp_path / page).read_text() == (ROOT / page).read_text(), f"{page}: run python -m bench readme"
     files = [str(readme.RESULTS / f"{name}.csv") for name in ("speed", "memory", "models")]
     assert main(["plot", *files, "--out", str(tmp_path)]) == 0
     assert all((tmp_path / f"{name}.png").read_bytes().startswith(PNG) for name in ("speed", "memory", "models"))
+
+
+RESULTS = sorted((ROOT / "bench" / "results").rglob("*.csv"))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.relative_to(ROOT / "bench" / "results").as_posix())
+def test_committed_rows_are_drawn(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file of times, peaks or models has a figure without empty panels, whose lines have one value per length, or a table
+    and a line that says why not; other files are refused by what they lack."""
+    panels: list[Any] = []
+    save = Figure.savefig
+
+    def save_and_keep(figure: Any, *args: Any, **kwargs: Any) -> None:
+        panels.extend(figure.axes)
+        save(figure, *args, **kwargs)
+
+    monkeypatch.setattr(Figure, "savefig", save_and_keep)
+    if not {row.get("verb") for row in read(path)} & {"speed", "memory", "models"}:
+        with pytest.raises(SystemExit):
+            main(["plot", str(path), "--out", str(tmp_path)])
+        return
+    assert main(["plot", str(path), "--out", str(tmp_path)]) == 0
+    assert bool(panels) == bool(list(tmp_path.glob("*.png"))) == (path.stem not in ("models_hour", "models_short"))
+    for axes in panels:
+        assert axes.lines or axes.patches
+        for line in axes.lines:
+            assert line.get_label().startswith("_") or len(set(line.get_xdata())) == len(line.get_xdata())
 
 
 def test_accuracy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
