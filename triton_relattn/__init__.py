@@ -1,4 +1,4 @@
-"""Learned relative position attention in linear memory.
+"""FlashAttention with learned relative positions.
 
 fused_relative_attention          softmax(scale * (Q K^T + S)) V with S[i, j] = q_i . E[j - i], and more such terms and masks
 fused_relative_attention_varlen   the same for sequences packed one after the other
@@ -37,7 +37,7 @@ __all__ = [
     "merge_attention",
     "tables",
 ]
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
-"""Print what this machine runs: versions, device, which implementation is chosen and why, models that can be enabled.
+"""Print what this machine runs: which implementation is chosen and why, device and versions.
 
-``enable`` shows what :func:`triton_relattn.enable` does to a model, ``measure`` time, memory and output before and after it.
-``check`` checks the Triton kernels on this machine's GPU. ``tune`` finds their fastest configurations for a call.
+"enable" shows what triton_relattn.enable does to a model, "measure" time, memory and output before and after it. "check" checks
+the Triton kernels on this machine's GPU. "tune" finds their fastest configurations for a call.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def environment(device: str, width: int = 64) -> str:
     probe = torch.empty(1, 1, 1, width, device=device)
     python = f"Python {platform.python_version()}"
     lines = (
-        f"triton_relattn {__version__}, torch {torch.__version__}, triton {_triton_version()}, {python}",
-        f"device: {_device_name(device)}",
         f"implementation: {choose_implementation(None, probe, probe).name}. {_reason(probe)}",
+        f"device: {_device_name(device)}",
+        f"triton_relattn {__version__}, torch {torch.__version__}, triton {_triton_version()}, {python}",
         f"float32 products: {'onednn' if chooses_onednn() else 'torch'}, on a CPU; {VARIABLE} chooses",
     )
     return "\n".join(textwrap.fill(line, 110, initial_indent="  ", subsequent_indent="    ") for line in lines)
@@ -67,6 +67,8 @@ def _device_name(device: str) -> str:
     return f"CPU, {platform.machine()} ({capability}), {torch.get_num_threads()} threads"
 
 
+NEXT = """check tests the Triton kernels on a GPU, enable --model shows what would be replaced in a model, measure its time and
+memory, --families the models of transformers that can be enabled, --help the rest."""
 TERMS = ("rel_key", "rel_bias", "none")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -112,7 +114,7 @@ def tune(options: argparse.Namespace, device: str = "cuda") -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     a_model: dict[str, Any] = {"metavar": "PACKAGE:FACTORY", "help": "function without arguments that returns a model"}
     parser = Parser(prog="python -m triton_relattn", description=__doc__)
-    parser.add_argument("--families", action="store_true", help="print only the models of transformers that can be enabled")
+    parser.add_argument("--families", action="store_true", help="print the models of transformers that can be enabled")
     verbs = parser.add_subparsers(dest="verb", metavar="enable, measure, check, tune")
     verb = verbs.add_parser("enable", help="enable a model, and print what is replaced, compared and saved")
     verb.add_argument("--model", required=True, **a_model)
@@ -158,9 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (TypeError, ValueError, RuntimeError) as error:
             raise SystemExit(str(error)) from error
         return 0
-    if not options.families:
-        print(f"{environment(available_device())}\n\nModels of transformers that can be enabled:\n")
-    print(families.table())
+    print(families.table() if options.families else f"{environment(available_device())}\n\n{NEXT}")
     return 0
 
 

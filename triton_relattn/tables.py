@@ -67,7 +67,8 @@ def from_future_first(table: torch.Tensor, dim: int) -> torch.Tensor:
 def t5_buckets(
     relative_position: torch.Tensor, num_buckets: int = 32, max_distance: int = 128, bidirectional: bool = True
 ) -> torch.Tensor:
-    """Return the bucket of each relative position as T5, MPNet, WavLM and others number them. Their r, too, is key - query.
+    """Return the bucket of each relative position r = key - query, as T5, MPNet, WavLM and others number them; for a decoder pass
+    bidirectional=False.
 
     .. code-block:: text
 

@@ -30,7 +30,7 @@ SHOWN = (
     ("16 x 1,024 tokens, full table", "dense", "b16 h32 n1024 d64 full bf16"),
     ("2 x 4,096 tokens, full table", "dense", "b2 h32 n4096 d64 full bf16"),
     ("4 x 4,096 tokens, 129 vectors", "", "b4 h32 n4096 d64 r129 bf16"),
-    ("8 x 2,048 tokens, T5's bias", "", "b8 h32 n2048 d64 full bias bf16"),
+    ("8 x 2,048 tokens, a bias", "", "b8 h32 n2048 d64 full bias bf16"),
 )
 """README's calls: what they are called there, and the group and case of their rows."""
 HOUR, DEBERTA = "b1 h16 n16384 d128 full bf16", "b2 h12 n8192 d64 r1047 p2c bf16"
@@ -146,7 +146,8 @@ def gains() -> tuple[str, ...]:
         f"one {enabled:.0f}. The attention of {longest.ENCODERS[1].layers} FastConformer layers on an hour takes {hours[0]} on "
         f"an H100 in bfloat16, {hours[1]} with the backward. "
         "[Computed, not measured](docs/long-audio.md#how-long-can-the-audio-be).",
-        f"**T5**: {flex:.1f} times as fast as compiled FlexAttention (the last row of the table).",
+        f"**T5**: a bias per head and distance takes compiled FlexAttention {flex:.1f} times as long (the table's last row). T5's "
+        "own, clamped at 128, was not timed.",
         f"**DeBERTa**, 2 x 8,192 tokens, 12 heads of 64: {forward:.2f} ms forward, {backward:.2f} backward, if buckets saturate "
         f"at distance 512, as in v3; DisentangledFlash 1.1.1 publishes {' and '.join(map(str, PUBLISHED))} on an H200.",
     )
@@ -158,6 +159,19 @@ def seconds_per_hour(direction: str) -> float:
     frames = 3600 / (longest.HOP * encoder.factor)
     pairs = encoder.heads / int(row["heads"]) * (frames / int(row["seqlen"])) ** 2
     return encoder.layers * pairs * number(row, "p50_ms") / 1e3
+
+
+def hour() -> str:
+    """How long the attention of an hour of audio takes."""
+    row, encoder = load_times("long")[HOUR, OURS, BOTH], longest.ENCODERS[1]
+    layer = [f"{1e3 * seconds_per_hour(way) / encoder.layers:.0f} ms" for way in DIRECTIONS]
+    model = [f"{seconds_per_hour(way):.1f} s" for way in DIRECTIONS]
+    name, heads = encoder.name.partition(",")[0], f"{encoder.heads} heads of {encoder.width // encoder.heads}"
+    return (
+        f"How long it takes, on an H100 in bfloat16: the attention of a layer on an hour of audio ({name}, {heads}) {layer[0]} "
+        f"forward and {layer[1]} with the backward, that of its {encoder.layers} layers {model[0]} and {model[1]}. This is "
+        f"computed from a measured call of {int(row['seqlen']):,} tokens, since time grows with the square of the length."
+    )
 
 
 def costs() -> tuple[str, ...]:

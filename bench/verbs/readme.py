@@ -21,7 +21,14 @@ from . import accuracy
 from .options import new_folder
 
 PAGES = (
-    *("README.md", "docs/benchmarks.md", "docs/benchmarks-cpu.md", "docs/benchmarks-models.md", "docs/numerics.md"),
+    *(
+        "README.md",
+        "docs/long-audio.md",
+        "docs/benchmarks.md",
+        "docs/benchmarks-cpu.md",
+        "docs/benchmarks-models.md",
+        "docs/numerics.md",
+    ),
     "examples/README.md",
 )
 PART = re.compile(r"(<!-- begin (\S+): python -m bench readme -->\n).*?(\n<!-- end -->\n)", re.DOTALL)
@@ -167,6 +174,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "models-bf16": lambda: models.ratios(load("models_bf16.csv")),
     "music": music,
     "gpu": lambda: f"{gpu.first()}\n\n{bullets(*gpu.gains(), *gpu.costs(), on_cpu())}",
+    "hour": gpu.hour,
     "gpu-speed": gpu.speed,
     "gpu-baselines": gpu.baselines,
     "gpu-memory": gpu.memory,

@@ -1,5 +1,5 @@
 {
-  description = "Learned relative position attention, fused and in linear memory";
+  description = "FlashAttention with learned relative positions";
 
   inputs.kernel-builder.url = "github:huggingface/kernels";
 

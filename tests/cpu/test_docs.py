@@ -49,16 +49,14 @@ def cells_of(line: str) -> list[str]:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if PYTHON.search(page.read_text())], ids=lambda page: page.name)
 def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The examples of a page run in order in one namespace; those of README and PACKAGE are self-contained and run separately."""
+    """Every example of a page runs alone, as a reader copies it."""
     pytest.importorskip("matplotlib")
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
     for example in PYTHON.findall(page.read_text()):
-        if page.name in ("README.md", "PACKAGE.md"):
-            names = {}
+        names: dict[str, Any] = {}
         exec(example, names)
-        assert names["out"].isfinite().all()
+        assert "out" not in names or names["out"].isfinite().all()
         assert max(map(len, example.splitlines())) <= 88, "what is wider than the site's column is cut there"
 
 
@@ -174,3 +172,13 @@ def test_names_of_other_libraries_are_explained() -> None:
     for name in others:
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'; .*"):
             attend(tensor, tensor, tensor, **{name: 1})  # type: ignore[call-overload]
+
+
+def test_the_first_screen_fits_a_phone() -> None:
+    """README has a hundred lines at most, and the words that a table cannot break are no wider than a phone's screen."""
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 100
+    rows = [cells_of(re.sub(r"\]\([^)]*\)|[*\[]", "", line)) for line in lines if line.startswith("|")]
+    assert rows
+    for row in rows:
+        assert sum(max(map(len, cell.split() or [""])) + 2 for cell in row) <= 48, row

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -65,5 +66,22 @@ def test_source_distribution(built: Path) -> None:
     assert not [name for name in names if name.startswith(("out/", ".")) or "__pycache__" in name or name.endswith(".pyc")]
 
 
-def test_the_citation_has_the_version() -> None:
-    assert f"\nversion: {VERSION}\n" in (ROOT / "CITATION.cff").read_text()
+def test_the_version_is_one() -> None:
+    """The citation and the newest section of the changelog have the version and its date."""
+    citation, changelog = ((ROOT / name).read_text() for name in ("CITATION.cff", "CHANGELOG.md"))
+    version, date = re.findall(r"^## \[(.*)\] - (.*)$", changelog, re.MULTILINE)[0]
+    assert version == VERSION and f"\nversion: {version}\ndate-released: {date}\n" in citation
+
+
+def test_a_placeholder_is_not_published(tmp_path: Path) -> None:
+    """The workflow's check fails as long as pages name OWNER, and passes without."""
+    workflow = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    (check,) = re.findall(r"No placeholder is left\n\s+run: \|\n\s+(.*)\n", workflow)
+    for name in check.partition('"OWNER" ')[2].split():
+        source = ROOT / name
+        copy = shutil.copytree if source.is_dir() else shutil.copy
+        copy(source, tmp_path / name)
+    assert subprocess.run(["bash", "-ec", check], cwd=tmp_path, capture_output=True, check=False).returncode == 1
+    for path in (path for path in tmp_path.rglob("*") if path.is_file()):
+        path.write_bytes(path.read_bytes().replace(b"OWNER", b"somebody"))
+    assert subprocess.run(["bash", "-ec", check], cwd=tmp_path, capture_output=True, check=False).returncode == 0

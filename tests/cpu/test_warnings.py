@@ -138,6 +138,11 @@ MEANT: dict[str, Changes] = {
     "a_mask_that_shows_one_pair": {"attn_mask": (torch.arange(35) == 9).view(5, 7)},
     "padding": {**SELF, "attn_mask": ~PADDING},
     "an_empty_sequence, said": {**SELF, "attn_mask": (torch.arange(7) < lengths([[5], [0]]))[:, None, None], "return_lse": True},
+    "an_empty_sequence_of_an_enabled_model": {
+        **SELF,
+        "attn_mask": (torch.arange(7) < lengths([[5], [0]]))[:, None, None],
+        "window_size": (-1, -1),
+    },
     "an_empty_sequence_by_its_length": {**SELF, "key_lengths": lengths([5, 0])},
     "a_table_of_many_rows, said": {**qkv(2, 3, 49), "rel_key": zeros(169, 8), "positions": Positions.centred(169)},
     "a_clipped_table": {**qkv(2, 3, 4), "rel_key": zeros(9, 8)},

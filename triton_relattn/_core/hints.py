@@ -376,7 +376,7 @@ def _mask_values(args: Arguments, tensors: AttentionTensors, spec: AttentionSpec
     """Masks that hide all keys of a sequence, the opposite of what is meant, or nothing. What is not at a corner of the mask is
     read only of sequences whose corners look wrong."""
     mask = tensors.attn_mask
-    if mask is None or not mask.numel() or not has_values(mask):
+    if mask is None or not mask.numel() or not has_values(mask) or args.window_size == (-1, -1):  # of an enabled model: meant
         return None
     is_bool = mask.dtype == torch.bool
     if not is_bool and mask[-1, -1, -1].amax() == 1 and ((mask == 0) | (mask == 1)).all():

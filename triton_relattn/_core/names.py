@@ -30,6 +30,7 @@ OTHER_NAMES = {
     "window": "window_size=(left, right)",
     "sliding_window": "window_size=(left, right)",
     **dict.fromkeys(("dropout", "attn_dropout", "attention_dropout"), "dropout_p"),
+    "p": "dropout_p",
     "training": "dropout_p=p if training else 0.0",
     **dict.fromkeys(("logits_soft_cap", "logits_softcap", "logit_cap"), "softcap"),
     "is_gqa": "enable_gqa",

@@ -90,6 +90,18 @@ def gliner(folder: Path) -> tuple[Any, Run, set[str]]:
     return model, lambda model: model(tokens, attention_mask=mask), {"DebertaV2Encoder", "DisentangledSelfAttention"}
 
 
+def gliner2(folder: Path) -> tuple[Any, Run, set[str]]:
+    from gliner2 import Extractor, ExtractorConfig
+
+    model = Extractor(ExtractorConfig(model_name=saved(folder, "DebertaV2", DEBERTA)))
+    tokens, mask = torch.randint(1, 15, (2, 30)), (torch.arange(30) < torch.tensor([[30], [12]])).long()
+
+    def run(model: Any) -> torch.Tensor:
+        return model.encoder(input_ids=tokens, attention_mask=mask).last_hidden_state  # type: ignore[no-any-return]
+
+    return model, run, {"DebertaV2Encoder", "DisentangledSelfAttention"}
+
+
 def bert_score(folder: Path) -> tuple[Any, Run, set[str]]:
     absent("pandas", "matplotlib", "mpl_toolkits")
     from bert_score import BERTScorer
@@ -154,7 +166,7 @@ def diffusers(folder: Path) -> tuple[Any, Run, set[str]]:
     return model, lambda model: model.text_encoder(tokens).last_hidden_state, {"T5Attention"}
 
 
-WRAPPERS = (sentence_transformers, gliner, bert_score, chronos, chronos_bolt, diffusers)
+WRAPPERS = (sentence_transformers, gliner, gliner2, bert_score, chronos, chronos_bolt, diffusers)
 
 
 @pytest.mark.parametrize("make", WRAPPERS, ids=lambda make: make.__name__)
@@ -177,7 +189,7 @@ def test_wrappers(make: Any, tmp_path: Path) -> None:
     assert disable(model) == dict(report)
 
 
-@pytest.mark.parametrize("make", [sentence_transformers, gliner], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [sentence_transformers, gliner, gliner2], ids=lambda make: make.__name__)
 def test_packed(make: Any, tmp_path: Path) -> None:
     """Their encoders leave padding out, where outputs are zero; embeddings of sentences are the same."""
     model, run, _ = make(tmp_path)
@@ -190,7 +202,7 @@ def test_packed(make: Any, tmp_path: Path) -> None:
         out = run(model)
     assert dict(vars(encoder)[packing.PACKED]) == {"": 1} and "packs batches of padded sequences" in str(report)
     real = (out != 0).any(-1, keepdim=True)
-    assert make is gliner or real.all()
+    assert make in (gliner, gliner2) or real.all()
     assert_near("out", out, expected * real)
 
 
