@@ -127,8 +127,9 @@ def first() -> str:
         cells = [f"{number(found[column], 'p50_ms'):.1f}" if column in found else "-" for column in columns]
         body.append([name, f"**{cells[0]}**", *cells[1:]])
     conditions = (
-        f"Forward + backward of one call on {machine()}: bfloat16, 32 heads of 64, timed beside ours. Full table: one learned "
-        "vector per distance. SDPA: FlashAttention without positions, a lower bound. Dense: the fastest of four ways in PyTorch. "
+        f"Forward + backward of one call on {machine()}: bfloat16, 32 heads of 64; ours beside FlexAttention or dense, SDPA "
+        "alone. Full table: one learned vector per distance. SDPA: FlashAttention without positions, a lower bound. Dense: the "
+        "fastest of four ways in PyTorch. "
         "[All figures](docs/benchmarks.md)."
     )
     return f"{markdown_table(['ms', *columns], body)}\n\n{conditions}"
@@ -146,8 +147,8 @@ def gains() -> tuple[str, ...]:
         f"one {enabled:.0f}. The attention of {longest.ENCODERS[1].layers} FastConformer layers on an hour takes {hours[0]} on "
         f"an H100 in bfloat16, {hours[1]} with the backward. "
         "[Computed, not measured](docs/long-audio.md#how-long-can-the-audio-be).",
-        f"**T5**: a bias per head and distance takes compiled FlexAttention {flex:.1f} times as long (the table's last row). T5's "
-        "own, clamped at 128, was not timed.",
+        f"**T5**: a bias per head and distance takes compiled FlexAttention {flex:.1f} times as long (the table's last row). "
+        "T5's own, clamped at 128, was not timed.",
         f"**DeBERTa**, 2 x 8,192 tokens, 12 heads of 64: {forward:.2f} ms forward, {backward:.2f} backward, if buckets saturate "
         f"at distance 512, as in v3; DisentangledFlash 1.1.1 publishes {' and '.join(map(str, PUBLISHED))} on an H200.",
     )
