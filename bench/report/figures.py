@@ -14,7 +14,7 @@ from triton_relattn._peaks import OUT_OF_MEMORY
 
 from ..cases.methods import METHODS, OURS
 from . import summary
-from .rows import number
+from .rows import is_stalled, number
 from .text import short_bytes, short_time
 
 Row = dict[str, Any]
@@ -34,7 +34,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "plain": {"color": "#d1495b", "marker": "o", "linestyle": ":", "markersize": 4},
     "sdpa": {"color": "#6b7785", "marker": ".", "linestyle": ":"},
     "sdpa_flash": {"color": "#6b7785", "marker": "1", "linestyle": ":"},
-    "sdpa_cudnn": {"color": "#6b7785", "marker": "x", "linestyle": ":"},
+    "sdpa_cudnn": {"color": "#6b7785", "marker": "d", "linestyle": ":"},
     "sdpa_bias": {"color": "#a8a39d", "marker": "1"},
     "sdpa_bias_cudnn": {"color": "#a8a39d", "marker": "2"},
     "sdpa_bias_efficient": {"color": "#a8a39d", "marker": "3"},
@@ -234,7 +234,7 @@ def draw_times(axes: Any, calls: Sequence[tuple[str, Mapping[str, Row]]]) -> Non
 
 
 def kinds(rows: Sequence[Row], methods: Collection[str]) -> list[list[Row]]:
-    """The rows of each figure row: those that agree in KIND and compare methods, if possible at more than one length.
+    """Rows that agree in KIND and compare methods; all kinds if none does.
 
     If a length has calls of several sizes, each size is a kind: a line has one call per length.
     """
@@ -247,13 +247,17 @@ def kinds(rows: Sequence[Row], methods: Collection[str]) -> list[list[Row]]:
         for row in alike:
             by_size.setdefault(kind if is_line else (*kind, *(row[name] for name in SIZE)), []).append(row)
     columns = {"speed": "p50_ms", "memory": "peak_bytes"}
-    compared = [
+    return [
         alike
         for alike in by_size.values()
         if any(len(lines(alike, direction, columns[alike[0]["verb"]], methods)) > 1 for direction in summary.DIRECTIONS)
     ] or list(by_size.values())
-    several = [alike for alike in compared if len({row["seqlen"] for row in alike}) > 1]
-    return several or compared
+
+
+def drawn_kinds(rows: Sequence[Row], methods: Collection[str]) -> list[list[Row]]:
+    """The rows of each figure row: kinds of more than one length, if there are any."""
+    found = kinds(rows, methods)
+    return [alike for alike in found if len({row["seqlen"] for row in alike}) > 1] or found
 
 
 def lines(rows: Sequence[Row], direction: str, column: str, methods: Collection[str]) -> dict[str, Points]:
@@ -268,10 +272,14 @@ def lines(rows: Sequence[Row], direction: str, column: str, methods: Collection[
     return {method: measured[method] for method in methods if measured[method]}
 
 
-def kind_title(row: Row) -> str:
-    """The kind, in words."""
+def kind_title(alike: Sequence[Row]) -> str:
+    """The kind of some rows, in words."""
+    row, batches = alike[0], sorted({int(row["batch"]) for row in alike})
+    totals = {int(row["batch"]) * int(row["seqlen"]) for row in alike}
     heads = row["heads"] if row["heads"] == row["key_heads"] else f"{row['heads']}:{row['key_heads']}"
-    tokens = "16k tokens" if row["group"] == "long" else f"batch {row['batch']}"
+    tokens = f"batch {' to '.join(map(str, dict.fromkeys((batches[0], batches[-1]))))}"
+    if len(batches) > 1 and len(totals) == 1:
+        tokens = f"{short_length(totals.pop())} tokens in all"
     attention = "causal" if row["is_causal"] == "True" else "full"
     return f"{tokens}, {heads} heads of {row['head_dim']}, {attention} attention, {summary.describe_table(row)}, {row['dtype']}"
 
@@ -310,7 +318,7 @@ def draw(
         for alike, pair in zip(all_kinds, axes, strict=True):
             draw_panel_pair(alike, pair)
             above = {"xycoords": "axes fraction", "textcoords": "offset points", "color": MUTED, "fontsize": SMALL}
-            pair[0].annotate(kind_title(alike[0]), (-0.14, 1), (0, 46), **above).set_in_layout(False)
+            pair[0].annotate(kind_title(alike), (-0.14, 1), (0, 46), **above).set_in_layout(False)
         handles = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
         handles = dict(sorted(handles.items(), key=lambda entry: entry[0] != LEADING[OURS]))
         foot, head = 0.16 * len(below.splitlines()) + 0.2, 0.21 * -(-len(handles) // 3) + 0.3
@@ -323,11 +331,11 @@ def draw(
 
 
 PANELS: dict[str, tuple[Callable[..., None], str, str]] = {
-    "memory": (draw_memory_panel, "bytes", "Peak memory above the inputs. Dotted: without a relative term."),
+    "memory": (draw_memory_panel, "bytes", "Peak memory above the inputs."),
     "speed": (
         draw_ratio_panel,
         "ratio",
-        "Times of interleaved runs. Dotted: without a relative term, a lower bound. Cross: out of memory.",
+        "Times of interleaved runs.",
     ),
 }
 """By verb: what draws a panel, its quantity, and what the caption says."""
@@ -342,4 +350,12 @@ def draw_directions(verb: str, rows: Sequence[Row], path: Path, methods: Collect
             draw_one(axis, alike, direction, methods)
         share_range(axes, quantity)
 
-    draw(kinds(rows, methods), panels, what, path)
+    drawn = drawn_kinds(rows, methods)
+    shown = [row for alike in drawn for row in alike]
+    if any(row["method"] in (*PYTORCH, "sdpa_cudnn", "plain") and {NO_TERM, row["method"]} & set(methods) for row in shown):
+        what += " Dotted: without a relative term, for reference."
+    if any(is_stalled(row) for row in shown):
+        what += " Where launches stalled the GPU, the 20th percentile."
+    if verb == "speed" and any(OUT_OF_MEMORY in row["status"] for row in shown):
+        what += " Cross: out of memory."
+    draw(drawn, panels, what, path)

@@ -63,5 +63,5 @@ def run(options: argparse.Namespace) -> int:
     if by_verb["models"]:
         print(f"\n{models.tables(by_verb['models'])}")
     for alike in kinds([*by_verb["speed"], *by_verb["memory"]], tuple(METHODS)):
-        print(f"\n{kind_title(alike[0])}\n\n{summary.markdown(alike)}")
+        print(f"\n{kind_title(alike)}\n\n{summary.markdown(alike)}")
     return 0

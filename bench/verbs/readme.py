@@ -24,6 +24,7 @@ PAGES = (
     *(
         "README.md",
         "docs/long-audio.md",
+        "docs/sentences.md",
         "docs/benchmarks.md",
         "docs/benchmarks-cpu.md",
         "docs/benchmarks-models.md",
@@ -76,12 +77,13 @@ def on_cpu() -> str:
     memory = measured("memory.csv", "forward+backward", "peak_bytes")[LENGTH]
     both = measured("speed.csv", "forward+backward", "p50_ms")
     row = next(row for row in load("speed.csv") if row["status"] == "ok")
-    ours, dense = (f"{short_bytes(memory[name])} and {short_time(both[LENGTH][name])}" for name in (OURS, "dense"))
+    ours, dense = ((short_bytes(memory[name]), short_time(both[LENGTH][name])) for name in (OURS, "dense"))
     gain, none = (geometric_mean(models.over_ours(load("models.csv"), length, "p50_ms").values()) for length in (2048, 512))
     return (
-        f"**On a CPU** it is plain PyTorch, block by block. {LENGTH:,} tokens, forward + backward, take {ours}, dense PyTorch "
-        f"{dense} (8 heads of {row['head_dim']}, float32, {row['threads']} threads). A layer of a model is {gain:.1f} times as "
-        f"fast as stock with 2,048 tokens, {none:.2f} times with 512. [All figures](docs/benchmarks-cpu.md)."
+        f"**On a CPU** it is plain PyTorch, block by block: {LENGTH:,} tokens, forward + backward, take {' and '.join(ours)}, "
+        f"the leanest dense way {dense[0]}, the fastest {dense[1]} (8 heads of {row['head_dim']}, float32, {row['threads']} "
+        f"threads). A model's layer is {gain:.1f} times as fast as stock with 2,048 tokens, {none:.2f} times with 512 (geometric "
+        "means of 17 and 43). [All figures](docs/benchmarks-cpu.md)."
     )
 
 
@@ -153,6 +155,12 @@ def model_tables() -> str:
     return f"{models.tables(rows, SHOWN)}\n{models_sentence(shortest)} The extremes are {extremes}.{machine(rows)}"
 
 
+def sentences() -> str:
+    """Packed encoders with the smallest and the largest share of real tokens."""
+    rows = [row for row in load("sentences.csv") if row["real"] in ("0.25", "0.85")]
+    return models.sentences(rows) + machine(rows)
+
+
 def music() -> str:
     from examples.music import report
 
@@ -172,11 +180,13 @@ PARTS: dict[str, Callable[[], str]] = {
     "models": model_tables,
     "models-short": lambda: models.ratios(load("models_short.csv"), SHOWN),
     "models-bf16": lambda: models.ratios(load("models_bf16.csv")),
+    "sentences": sentences,
     "music": music,
     "gpu": lambda: f"{gpu.first()}\n\n{bullets(*gpu.gains(), *gpu.costs(), on_cpu())}",
     "hour": gpu.hour,
     "gpu-speed": gpu.speed,
     "gpu-baselines": gpu.baselines,
+    "gpu-deberta": gpu.deberta,
     "gpu-memory": gpu.memory,
 }
 
@@ -200,13 +210,13 @@ def draw(folder: Path) -> list[Path]:
     """The H100's figures: memory and time side by side for README, memory, and time against the length for the benchmarks."""
     first, memory, times = (folder / f"{name}.png" for name in ("h100", "memory", "speed"))
     rows = read(gpu.RESULTS / "measure" / "results.csv")
-    with figures.new_figure(first) as drawn:
-        drawn.set_size_inches(figures.WIDTH, 3.4)
+    with figures.new_figure(first, f"{gpu.machine().removeprefix('an ')}: bfloat16. Dense: eager PyTorch.") as drawn:
+        drawn.set_size_inches(figures.WIDTH, 3.7)
         left, right = drawn.subplots(1, 2)
         full = [row for row in rows if (row["verb"], row["table"]) == ("memory", "full")]
         points = figures.lines(full, gpu.BOTH, "peak_bytes", figures.LEADING)
         dense, ours = points[figures.BEST_DENSE][-1], dict(points[OURS])
-        title = f"{dense[1] / ours[dense[0]]:.0f} times less memory at {figures.short_length(dense[0])} tokens"
+        title = f"1/{dense[1] / ours[dense[0]]:.0f} of the memory at {figures.short_length(dense[0])} tokens"
         figures.draw_panel(left, points, "bytes", title, "forward + backward, 8 heads of 64: peak memory")
         lost = figures.failures(full, gpu.BOTH, points)[figures.BEST_DENSE]
         figures.set_ticks(left, [*left.get_ylim(), 2 * dense[1]], "bytes")
@@ -215,8 +225,8 @@ def draw(folder: Path) -> list[Path]:
         left.annotate("out of memory (80 GB)", (lost, left.get_ylim()[1]), (-8, -6), **where)
         left.legend(loc="upper left", bbox_to_anchor=(0, 0.94), frameon=False, fontsize=figures.SMALL)
         figures.draw_times(right, gpu.shown())
-        drawn.tight_layout(w_pad=1.5)
-    figures.draw_directions("memory", [row for row in rows if row["verb"] == "memory"], memory, tuple(figures.LEADING))
+        drawn.tight_layout(rect=(0, 0.06, 1, 1), w_pad=1.5)
+    figures.draw_directions("memory", full, memory, tuple(figures.LEADING))
     long = [row for row in rows if (row["verb"], row["group"], row["head_dim"]) == ("speed", "long", "64")]
     figures.draw_directions("speed", long, times, tuple(figures.LEADING))
     return [first, memory, times]

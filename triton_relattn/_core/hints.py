@@ -169,6 +169,8 @@ def _position_hints(args: Arguments) -> Iterator[Hint]:
     num_rows = _num_rows(name, table, args)
     if positions is None:
         is_slopes = name == "rel_bias" and table.dim() == 1 and num_rows == args.query.shape[1]
+        is_buckets = name == "rel_bias" and table.dim() == 2
+        yield is_buckets, f"a weight of T5 has a row per bucket, not per distance: {T5_BIAS}"
         yield is_slopes, "of ALiBi's slopes, one per head, tables.alibi_bias(slopes, first, last) is the table"
     elif isinstance(positions, int):
         yield positions == num_rows and num_rows % 2 == 1, f"positions=RelativePositions.centred({num_rows})"
@@ -379,7 +381,8 @@ def _mask_values(args: Arguments, tensors: AttentionTensors, spec: AttentionSpec
     if mask is None or not mask.numel() or not has_values(mask) or args.window_size == (-1, -1):  # of an enabled model: meant
         return None
     is_bool = mask.dtype == torch.bool
-    if not is_bool and mask[-1, -1, -1].amax() == 1 and ((mask == 0) | (mask == 1)).all():
+    ends = mask[:, :, 0, 0], mask[:, :, -1, -1]  # the first query and key, the last ones
+    if not is_bool and max(end.amax() for end in ends) == 1 and ((mask == 0) | (mask == 1)).all():
         return "attn_mask has only 0 and 1 and is added to the logits; if 1 means may attend, pass attn_mask.bool()"
     if args.return_lse:
         return None
@@ -387,7 +390,7 @@ def _mask_values(args: Arguments, tensors: AttentionTensors, spec: AttentionSpec
     def shows(part: torch.Tensor) -> torch.Tensor:
         return part if is_bool else part > HIDING
 
-    corners = shows(mask[:, :, 0, 0]) | shows(mask[:, :, -1, -1])  # the first query and key, the last ones
+    corners = shows(ends[0]) | shows(ends[1])
     hidden = [entry for entry in (~corners.any(1)).nonzero()[:, 0].tolist() if not shows(mask[entry]).any()]
     if hidden:
         some = f"query of {len(hidden)} of {len(mask)} sequences, the first of them {hidden[0]}"

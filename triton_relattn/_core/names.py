@@ -45,7 +45,11 @@ OTHER_NAMES = {
         ("max_distance", "max_relative_position", "max_relative_positions"),
         "positions=RelativePositions(-d, d) of a table with 2 d + 1 rows, d the largest distance",
     ),
-    "num_buckets": "rel_bias=weight[tables.t5_buckets(torch.arange(-128, 129), num_buckets)].T, with scale=1.0",
+    **dict.fromkeys(
+        ("num_buckets", "relative_attention_num_buckets", "relative_attention_max_distance"),
+        "rel_bias=weight[tables.t5_buckets(torch.arange(-max_distance, max_distance + 1), num_buckets, max_distance)].T, with "
+        "scale=1.0",
+    ),
     "relative_attention_bias": "rel_bias=weight[tables.t5_buckets(torch.arange(-128, 129))].T, with scale=1.0",
     "alibi_slopes": "rel_bias=tables.alibi_bias(slopes, first, last), with positions=RelativePositions(first, last)",
     **dict.fromkeys(("return_attn_probs", "return_softmax"), f"return_lse; {_WEIGHTS}"),
@@ -66,6 +70,7 @@ NOT_NEEDED = {
     "kernel_options": "tile sizes are chosen per call, or by `python -m triton_relattn tune`",
     "block_table": "a paged cache has to be gathered into key and value",
     **dict.fromkeys(("need_weights", "output_attentions"), f"{_WEIGHTS}; plots.attention_terms has them for short sequences"),
+    **dict.fromkeys(("attn_implementation", "dtype", "torch_dtype"), "a model that is enabled keeps its own"),
     "head_mask": "multiply the heads of out by it",
 }
 ELSEWHERE = {

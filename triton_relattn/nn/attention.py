@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import EllipsisType
 from typing import Any
 
@@ -13,9 +14,10 @@ from .._core.warn import warn_once
 from ..functional import fused_relative_attention
 from . import encodings
 
+KINDS = ("shaw", "general", "music_transformer", "transformer_xl", "t5", "alibi")
 NO_ENCODING = (
     "RelativeMultiheadAttention without an encoding has no positions, as torch.nn.MultiheadAttention: RelativeMultiheadAttention."
-    "shaw, general, music_transformer, transformer_xl, t5 or alibi have some; encoding=None says that this is meant"
+    f"{', '.join(KINDS[:-1])} or {KINDS[-1]} have some; encoding=None says that this is meant"
 )
 
 
@@ -160,6 +162,11 @@ class RelativeMultiheadAttention(nn.Module):
         dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
+        allowed = ("scale", "softcap", "window_size", "implementation")
+        for name in options.keys() - {*allowed}:
+            kind = next((kind for kind in KINDS if name in inspect.signature(getattr(type(self), kind)).parameters), None)
+            hint = f"; RelativeMultiheadAttention.{kind} has it" if kind else ""
+            raise TypeError(f"RelativeMultiheadAttention() got an unexpected keyword argument {name!r}{hint}")
         super().__init__()
         num_key_heads = num_heads if num_key_heads is None else num_key_heads
         if encoding is ...:

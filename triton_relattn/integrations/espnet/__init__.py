@@ -12,11 +12,16 @@ __all__ = ["disable", "enable"]
 
 
 class PastPositions(ProjectedPositions):
-    """The older class, whose rows are of the past alone; without zero_triu its terms of the future are those of other queries."""
+    """The older class, whose rows are of the past alone."""
 
     @staticmethod
-    def applies(module: Any) -> bool:
-        return bool(module.zero_triu)
+    def why_not(module: Any) -> str:
+        if module.zero_triu:
+            return ""
+        return (
+            "without zero_triu its older shift adds another query's term to keys of the future, and trained models depend on it; "
+            "layers with rel_pos_type: latest are served"
+        )
 
 
 SOURCES = (
