@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.cpu.models import LENGTH, Results, Sizes, computed, varied
+from tests.cpu.models import Results, Sizes, computed, varied
 from tests.libraries.standins import absent, bare, load
 from triton_relattn import enable
 from triton_relattn.integrations.report import Report
@@ -49,9 +49,9 @@ class Model:
         torch.manual_seed(0)
         return varied(self.build(**self.settings)).to(dtype).eval()
 
-    def arguments(self, lengths: list[int], length: int = LENGTH) -> Given:
+    def arguments(self, lengths: list[int]) -> Given:
         torch.manual_seed(1)
-        return self.given(torch.arange(length) < torch.tensor(lengths)[:, None])
+        return self.given(torch.arange(max(lengths)) < torch.tensor(lengths)[:, None])
 
     def enable(self, model: nn.Module, **options: Any) -> Report:
         return enable(model, by_structure=bool(self.usual), **options)
@@ -59,10 +59,9 @@ class Model:
     def call(self, model: nn.Module, *given: Any) -> Any:
         return model(**dict(zip(self.names, given, strict=True))) if self.names else model(*given)
 
-    def results(self, model: nn.Module, given: Given, lengths: list[int]) -> Results:
+    def results(self, model: nn.Module, given: Given) -> Results:
         """The output and all gradients, in float64; without padding where a model computes numbers there."""
-        counts = (torch.arange(LENGTH) < torch.tensor(lengths)[:, None])[:, None] if self.given is speech else None
-        return computed(model, self.call, *given, counts=counts)
+        return computed(model, self.call, *given, counts=given[1].bool() if self.given is speech else None)
 
     def output(self, model: nn.Module, given: Given) -> tuple[torch.Tensor, bool]:
         """The output in the dtype of the model, and whether the operator ran."""
@@ -194,7 +193,7 @@ def sequences(real: torch.Tensor) -> Given:
     return (states(*real.shape, 16),)
 
 
-def image(real: torch.Tensor, side: int = 32) -> Given:
+def image(real: torch.Tensor, side: int = 64) -> Given:
     return (states(len(real), 3, side, side),)
 
 
@@ -232,7 +231,7 @@ CLASSES = (
 )
 """Classes that enable() knows by their names."""
 
-WAVLM = {"embed_dim": 16, "num_heads": 2, "has_relative_attention_bias": True, "num_buckets": 32, "max_distance": 30}
+WAVLM = {"embed_dim": 16, "num_heads": 2, "has_relative_attention_bias": True, "num_buckets": 32, "max_distance": 80}
 WAVLM_USUAL = WAVLM | {"embed_dim": 768, "num_heads": 12, "num_buckets": 320, "max_distance": 800}
 GATED = {"self_attention": True, "gru_rel_pos": True}
 VITS = {"hidden_channels": 16, "filter_channels": 24, "n_heads": 2, "n_layers": 2, "kernel_size": 3, "window_size": 3}
@@ -241,7 +240,7 @@ GLOW = {"in_channels": 16, "out_channels": 16, "hidden_channels": 16, "hidden_ch
 GLOW |= {"num_layers": 2, "kernel_size": 3, "rel_attn_window_size": 3}
 GLOW_USUAL = GLOW | dict.fromkeys(("in_channels", "out_channels", "hidden_channels"), 192)
 GLOW_USUAL |= {"hidden_channels_ffn": 768, "num_layers": 6, "rel_attn_window_size": 4}
-GRID: dict[str, Any] = {"img_size": 32, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 2, "use_rel_pos": True}
+GRID: dict[str, Any] = {"img_size": 64, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 2, "use_rel_pos": True}
 GRID |= {"window_size": 3, "global_attn_indexes": (1,)}
 GRID_USUAL = {"use_rel_pos": True, "window_size": 14, "global_attn_indexes": (2, 5, 8, 11)}
 CELLS = {"embed_dim": 16, "depth": 2, "num_heads": 2, "window_size": 14, "global_attn_indexes": (1,)}

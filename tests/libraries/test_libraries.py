@@ -37,19 +37,19 @@ def named(*names: str) -> Any:
 @parametrize(*CLASSES, *STRUCTURES.values())
 def test_outputs_and_gradients(kind: Model, lengths: list[int]) -> None:
     """They are the stock model's in float64, and disable() gives everything back."""
-    model, given = kind.make(), kind.arguments(lengths)
+    model, given = kind.make(), kind.arguments([10 * length for length in lengths] if kind.usual else lengths)
     types, keys = [type(module) for module in model.modules()], list(model.state_dict())
-    expected = kind.results(model, given, lengths)
+    expected = kind.results(model, given)
     report = kind.enable(model)
     assert report and not report.left, str(report)
     changed = {path for (path, module), stock in zip(model.named_modules(), types, strict=True) if type(module) is not stock}
     assert changed == report.keys() and list(model.state_dict()) == keys
     with Sizes() as sizes:
-        ours = kind.results(model, given, lengths)
+        ours = kind.results(model, given)
     assert sizes.ours
     assert_same(ours, expected)
     assert disable(model) == dict(report) and [type(module) for module in model.modules()] == types
-    assert torch.equal(kind.results(model, given, lengths)["out"], expected["out"])
+    assert torch.equal(kind.results(model, given)["out"], expected["out"])
 
 
 @parametrize(*STRUCTURES.values())
@@ -74,12 +74,11 @@ def test_nothing_is_quadratic(kind: Model) -> None:
     """No tensor has two dimensions of the sequence's length, and the largest one grows linearly, unlike in the stock model."""
     found = {}
     for enabled, length in ((True, 600), (True, 1200), (False, 600)):
-        model, lengths = kind.make(), [length, length - 7]
+        model, given = kind.make(), kind.arguments([length, length - 7])
         if enabled:
             kind.enable(model, check_calls=False)  # no comparison with the stock forward
-        given = kind.arguments(lengths, length)
         with Sizes() as sizes:
-            kind.results(model, given, lengths)
+            kind.results(model, given)
         squares, found[enabled, length] = sizes.squares(length - 7), max(map(math.prod, sizes.shapes))
         assert bool(squares) != enabled, squares[:3]
     assert found[True, 1200] <= 2.01 * found[True, 600]
@@ -94,25 +93,25 @@ def test_dropout(kind: Model) -> None:
     """With the operator's dropout mask in stock attention, results are equal."""
     model, given = kind.but(**{DROPOUT[kind.name]: 0.2}).make().train(), kind.arguments(PADDED)
     with operators_dropout(HEADS):
-        expected = kind.results(model, given, PADDED)
+        expected = kind.results(model, given)
     kind.enable(model)
-    ours = kind.results(model, given, PADDED)
+    ours = kind.results(model, given)
     assert_same(ours, expected)
-    assert (kind.results(model.eval(), given, PADDED)["out"] - ours["out"]).abs().max() > 0.01, "nothing is dropped"
+    assert (kind.results(model.eval(), given)["out"] - ours["out"]).abs().max() > 0.01, "nothing is dropped"
 
 
 @named("nemo", "speechbrain", "espnet", "cosyvoice", "x T5", "x inkling")
 def test_a_part(kind: Model) -> None:
     """A single attention can be enabled or disabled; it uses the masks of the rest of the model, which makes them again."""
     model, given = kind.make(), kind.arguments(PADDED)
-    expected = kind.results(model, given, PADDED)
+    expected = kind.results(model, given)
     part = model.get_submodule(next(reversed(kind.enable(model))))
     disable(model)
     assert kind.enable(part)
-    assert_same(kind.results(model, given, PADDED), expected)
+    assert_same(kind.results(model, given), expected)
     kind.enable(model)
     disable(part)
-    assert_same(kind.results(model, given, PADDED), expected)
+    assert_same(kind.results(model, given), expected)
 
 
 FILE = "funasr.models.transformer.attention"
@@ -242,18 +241,19 @@ def test_x_transformers_with_other_features(settings: dict[str, Any]) -> None:
     uses."""
     kind = X.but(rel_pos_bias=True, **settings)
     model, given = kind.make(), kind.arguments(PADDED)
-    expected = kind.results(model, given, PADDED)
+    expected = kind.results(model, given)
     kind.enable(model)
     assert "residual_attn" in settings or not kind.output(model, given)[1]
-    assert_same(kind.results(model, given, PADDED), expected)
+    assert_same(kind.results(model, given), expected)
 
 
 @needs("x_transformers")
 @pytest.mark.parametrize("bias", ["rel_pos_bias", "alibi_pos_bias", "dynamic_pos_bias", "attn_use_rel_proj_pos_bias"])
-def test_x_transformers_step_by_step(bias: str) -> None:
-    """Decoding step by step with a cache of keys equals one call."""
-    kind = X.but(causal=True, **{bias: True})
-    model, given = kind.make(), kind.arguments([9, 9], 9)
+@pytest.mark.parametrize("dense", [False, True])
+def test_x_transformers_step_by_step(bias: str, dense: bool) -> None:
+    """Decoding step by step with a cache of keys equals one call, also where stock attention adds the bias."""
+    kind = X.but(causal=True, attn_pre_talking_heads=dense, **{bias: True})
+    model, given = kind.make(), kind.arguments([9, 9])
     cache, steps = None, []
     with torch.no_grad(), Promoted():
         whole = kind.call(model, *given)
@@ -293,8 +293,8 @@ def test_nemos_transformer_encoder(settings: dict[str, Any], monkeypatch: pytest
         kind.call(model, *given)[0].sum().backward()
     with monkeypatch.context() as patch:
         patch.setattr(f"{FLEX}.flex_attention", dense_flex)
-        expected = kind.results(model, given, PADDED)
+        expected = kind.results(model, given)
     assert len(kind.enable(model)) == 3
-    ours = kind.results(model, given, PADDED)
+    ours = kind.results(model, given)
     assert_same(ours, expected)
     assert_near("FlexAttention", ours["out"], flex)
