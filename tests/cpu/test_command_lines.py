@@ -48,6 +48,12 @@ NEED_TRITON = (*(f"bench {verb}" for verb in ("tune", "compile", "host", "gpu"))
 NEED_A_GPU = ("triton_relattn check", "triton_relattn tune")
 
 
+def need_all(*packages: str) -> None:
+    """Skip a test where a package that some commands import is not installed."""
+    for package in ("matplotlib", "music21", "tqdm", "transformers", *packages):
+        pytest.importorskip(package)
+
+
 def printed() -> list[str]:
     """The commands on all pages, inline or on a line of their own, possibly followed by a description."""
     found = ["examples.demo"]
@@ -93,8 +99,7 @@ print(json.dumps(found))
 @pytest.mark.thorough
 def test_commands_of_the_pages_without_triton(tmp_path: Path) -> None:
     """Most run to completion. Those that compile kernels or need a GPU report what is missing."""
-    for package in ("matplotlib", "music21", "tqdm", "transformers"):
-        pytest.importorskip(package)
+    need_all()
     commands = sorted({"bench.gpu --results FOLDER", *(made_small(command) for command in printed() if "<" not in command)})
     assert len(commands) > 20
     (tmp_path / "sitecustomize.py").write_text('import sys\n\nsys.modules["triton"] = None\n')
@@ -144,18 +149,15 @@ def test_odd_arguments_end_with_a_line(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Invalid arguments end the command with one line, before any long work starts."""
-    for package in ("matplotlib", "music21", "tqdm", "transformers", "triton"):
-        pytest.importorskip(package)
+    need_all("triton")
     monkeypatch.setattr(speed, "tests_pass", lambda _: pytest.fail("the tests of what is measured begin"))
     monkeypatch.chdir(ROOT)
     contents = {"file": "", "others": "a,b\n1,2\n", "lacking": f"verb,{','.join(STAMP)}\nspeed{',' * len(STAMP)}\n"}
     for name, content in contents.items():
         (tmp_path / name).write_text(content)
-    paths = {name: tmp_path / name for name in contents}
-    program, *words = shlex.split(command.format(folder=tmp_path, **paths))
-    main = main_of(program)
+    program, *words = shlex.split(command.format(folder=tmp_path, **{name: tmp_path / name for name in contents}))
     with pytest.raises(SystemExit) as ended:
-        main(words)
+        main_of(program)(words)
     assert ended.value.code == 2
     assert re.fullmatch(r".*: error: .*\n", capsys.readouterr().err)
     assert {path.name for path in tmp_path.iterdir()} == set(contents)
@@ -172,8 +174,7 @@ PROGRAMS = (
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_help(program: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each command's --help prints its usage."""
-    for package in ("matplotlib", "music21", "tqdm", "transformers", "triton"):
-        pytest.importorskip(package)
+    need_all("triton")
     name, *words = program.split()
     monkeypatch.setattr(sys, "argv", [name, *words, "--help"])
     with pytest.raises(SystemExit) as ended:

@@ -1,4 +1,5 @@
-"""The examples in README, docs/ and the docstrings run, and what the pages say of arguments and families is true.
+"""The examples in README, docs/ and the docstrings run, what the pages say of arguments, families and papers is true, and their
+English and lines are as CONTRIBUTING.md asks.
 
 That links lead somewhere and every page is in the contents is checked by ``make docs``.
 """
@@ -25,11 +26,10 @@ from triton_relattn.integrations.transformers import supported_families
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "PACKAGE.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
-FURTHER = ("CHANGELOG.md", "SECURITY.md", "examples/README.md", "bench/gpu/README.md", "hub/files/CARD.md", "tools/*/README.md")
-MARKDOWN = [
-    *PAGES,
-    *(path for name in (*FURTHER, ".github/*.md", "triton_relattn/kernels/*.md") for path in sorted(ROOT.glob(name))),
-]
+FURTHER = """CHANGELOG.md SECURITY.md examples/README.md bench/gpu/README.md hub/files/CARD.md tools/*/README.md .github/*.md
+    triton_relattn/kernels/*.md"""
+MARKDOWN = [*PAGES, *(path for name in FURTHER.split() for path in sorted(ROOT.glob(name)))]
+every_page = pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: page.relative_to(ROOT).as_posix())
 AVOIDED = re.compile(
     r"\banew\b|\bonce more\b|\btold\b|\bhand(?:s|ed)? on\b|\bas many\b|\btoo(?=[.;:)]|$)|\bin turn\b|\bnot there\b|\bfor each\b"
     r"|\b(?:is|are) made\b|\bwhat is left\b|\bas it stands\b|\bstands? at\b|\bprove[nd]\b|\bbut for\b|\bas \w+ has it\b"
@@ -42,9 +42,18 @@ ATOM = re.compile(r"(?:`+[^`]*`+|!?\[[^\]]*\]\([^)]*\)|<[^>]+>|\S)+")
 """Text without a possible line break: a word, a code span, a link."""
 
 
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
 def cells_of(line: str) -> list[str]:
     """The cells of a table's row."""
     return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+def table(name: str, first: str) -> list[list[str]]:
+    """The rows of the table of a page whose first column has this heading."""
+    return [cells_of(line) for line in text_of(f"docs/{name}").split(f"\n| {first} |")[1].split("\n\n")[0].splitlines()[2:]]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if PYTHON.search(page.read_text())], ids=lambda page: page.name)
@@ -66,30 +75,27 @@ def avoided(text: str) -> list[str]:
     return [text[max(0, found.start() - 40) : found.end() + 40] for found in AVOIDED.finditer(text)]
 
 
-@pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: page.relative_to(ROOT).as_posix())
+@every_page
 def test_wording_of_pages(page: Path) -> None:
     """Of the changelog, only the newest section is checked."""
     text = page.read_text()
     assert not avoided(text.split("\n## ")[1] if page.name == "CHANGELOG.md" else text)
 
 
+SAYING = ("warn", "warn_once", "add_argument", "ArgumentParser", "Parser")
+
+
 def test_wording_of_messages() -> None:
     """Wording of errors, warnings and command-line help."""
     for path in sorted((ROOT / "triton_relattn").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.Raise | ast.Call):
-                continue
-            called = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else "raise"
-            if called in ("raise", "warn", "warn_once", "add_argument", "ArgumentParser", "Parser"):
-                parts = [
-                    constant.value
-                    for constant in ast.walk(node)
-                    if isinstance(constant, ast.Constant) and isinstance(constant.value, str)
-                ]
-                assert not avoided(" ".join(parts)), f"{path}:{node.lineno}"
+            called = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
+            if isinstance(node, ast.Raise) or called in SAYING:
+                parts = [str(part.value) for part in ast.walk(node) if isinstance(part, ast.Constant)]
+                assert not avoided(" ".join(parts)), f"{path}:{node.lineno}"  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: page.relative_to(ROOT).as_posix())
+@every_page
 def test_width_of_lines(page: Path) -> None:
     """At most 80 columns, 88 for code. Table rows and unbreakable text may be wider."""
     in_code, wide = False, []
@@ -118,13 +124,13 @@ def test_docstring_examples(name: str) -> None:
 
 def test_the_long_description_has_no_relative_links() -> None:
     """A package index cannot resolve them."""
-    page = (ROOT / "PACKAGE.md").read_text()
+    page = text_of("PACKAGE.md")
     assert "![" not in page and not re.search(r"\]\((?!\w+:|#)", page)
 
 
 def test_make_targets_exist() -> None:
     """Every ``make target`` that a page names exists in the Makefile, and ``make help`` lists it."""
-    helped = set(re.findall(r"^([a-z-]+):.*?## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    helped = set(re.findall(r"^([a-z-]+):.*?## ", text_of("Makefile"), re.MULTILINE))
     named = {name for page in PAGES for name in re.findall(r"(?:`|^    )make ([a-z-]+)", page.read_text(), re.MULTILINE)}
     assert {"setup", "test", "docs"} <= named <= helped, named - helped
 
@@ -133,7 +139,7 @@ def test_the_map_is_up_to_date() -> None:
     """docs/map.py would leave docs/map.md unchanged."""
     program = "import sys; sys.path.insert(0, 'docs'); import map; sys.stdout.write(map.text())"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True)
-    assert done.stdout == (ROOT / "docs" / "map.md").read_text(), "run python docs/map.py"
+    assert done.stdout == text_of("docs/map.md"), "run python docs/map.py"
 
 
 @pytest.mark.thorough
@@ -146,11 +152,9 @@ def test_figures_are_drawn(tmp_path: Path) -> None:
 
 def test_every_family_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     """Every family is listed in docs/transformers.md, in README and on the command line."""
-    page = (ROOT / "docs" / "transformers.md").read_text()
-    rows = [cells_of(line) for line in page.split("\n| family |")[1].split("\n\n")[0].splitlines()[2:]]
-    families = supported_families()
+    rows, families = table("transformers.md", "family"), supported_families()
     assert [row[:2] for row in rows] == [[family.name, family.adds] for family in families]
-    assert f"[{len(rows)} families](docs/transformers.md)" in " ".join((ROOT / "README.md").read_text().split())
+    assert f"[{len(rows)} families](docs/transformers.md)" in " ".join(text_of("README.md").split())
     assert main(["--families"]) == 0
     for line, family in zip(capsys.readouterr().out.splitlines()[1:], families, strict=True):
         assert line.startswith(f"{family.name} ") and f" {family.adds} " in line and line.endswith(f" {family.since}")
@@ -164,7 +168,7 @@ def test_environment_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_names_of_other_libraries_are_explained() -> None:
     """For each argument in the table of docs/migrate.md, the error names its equivalent here or says that it is not needed."""
-    lines = [line for line in (ROOT / "docs" / "migrate.md").read_text().splitlines() if line.startswith("| ")]
+    lines = [line for line in text_of("docs/migrate.md").splitlines() if line.startswith("| ")]
     names = {name for line in lines[1:] for cell in cells_of(line)[2:] for name in re.findall(r"`(\w+)(?:=[^`]*)?`", cell)}
     others = names - set(inspect.signature(fused_relative_attention).parameters)
     assert len(others) >= 5
@@ -176,9 +180,57 @@ def test_names_of_other_libraries_are_explained() -> None:
 
 def test_the_first_screen_fits_a_phone() -> None:
     """README has a hundred lines at most, and the words that a table cannot break are no wider than a phone's screen."""
-    lines = (ROOT / "README.md").read_text().splitlines()
+    lines = text_of("README.md").splitlines()
     assert len(lines) <= 100
     rows = [cells_of(re.sub(r"\]\([^)]*\)|[*\[]", "", line)) for line in lines if line.startswith("|")]
     assert rows
     for row in rows:
         assert sum(max(map(len, cell.split() or [""])) + 2 for cell in row) <= 48, row
+
+
+def test_answers_are_short_and_linked() -> None:
+    answers = re.split(r"^## ", text_of("docs/answers.md"), flags=re.MULTILINE)[1:]
+    assert len(answers) >= 20
+    for answer in answers:
+        heading, _, text = answer.partition("\n")
+        assert len(text.strip().splitlines()) <= 5, heading
+        assert re.search(r"\]\((?!http)[\w./-]+\.md", text), heading
+
+
+def bibliography() -> dict[str, dict[str, str]]:
+    """The entries of docs/cite.md: key -> fields."""
+    found = re.findall(r"^@\w+\{(\w+),\n(.*?)^\}", text_of("docs/cite.md"), re.DOTALL | re.MULTILINE)
+    return {key: dict(re.findall(r"(\w+)\s*=\s*\{(.*?)\},?\n(?=\s+\w+\s*=|\Z)", fields, re.DOTALL)) for key, fields in found}
+
+
+def plain(text: str) -> str:
+    """Text without the braces that protect capitals, on one line."""
+    return " ".join(text.replace("{", "").replace("}", "").split())
+
+
+def test_the_citation_has_the_papers() -> None:
+    """CITATION.cff and docs/cite.md have the same titles, years and arXiv identifiers."""
+    yaml = pytest.importorskip("yaml")
+    citation = yaml.safe_load(text_of("CITATION.cff"))
+    assert citation["cff-version"] == "1.2.0"
+    entries = bibliography()
+    software = entries.pop("triton_relattn")
+    assert plain(software["title"]) == citation["title"] and software["version"] == citation["version"]
+    assert software["year"] == str(citation["date-released"])[:4]
+    assert plain(software["author"]) == citation["authors"][0]["name"]
+    page_entries = {(plain(entry["title"]), int(entry["year"]), entry.get("eprint")) for entry in entries.values()}
+    file_entries = {
+        (reference["title"], reference["year"], reference.get("url", "").partition("arxiv.org/abs/")[2] or None)
+        for reference in citation["references"]
+    }
+    assert page_entries == file_entries and len(page_entries) == len(entries) == len(citation["references"])
+
+
+def test_every_term_has_a_paper() -> None:
+    """Every row of the table in docs/models.md is in the table of docs/cite.md, and its citation keys exist."""
+    rows = table("cite.md", "model or term")
+    assert {key for row in rows for key in re.findall(r"`(\w+)`", row[1])} == set(bibliography()) - {"triton_relattn"}
+    named = "\n".join(row[0] for row in rows)
+    for model, *_ in table("models.md", "model"):
+        for name in re.findall(r"[A-Z][\w-]+(?: [A-Z0-9][\w-]*)?", model.split("(")[0].split(", proj")[0]):
+            assert name in named, name

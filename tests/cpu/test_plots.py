@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tolerance import assert_near
+from tests.tolerance import assert_near, assert_same
 
 pytest.importorskip("matplotlib")
 
-from tests.tolerance import assert_same
 from triton_relattn import RelativePositions, fused_relative_attention, plots
 from triton_relattn.testing import make_inputs
 
@@ -66,11 +66,9 @@ def test_means_by_distance(offset: Any) -> None:
     query, key = make_inputs(2, 3, 4, 6, 8, num_rows=None, dtype=torch.float64, seed=0)[:2]
     *_, probs = plots.attention_terms(query, key, query_offset=offset)
     found: dict[int, list[torch.Tensor]] = {}
-    for b in range(2):
-        for i in range(4):
-            for j in range(6):
-                shift = int(offset[b]) if isinstance(offset, torch.Tensor) else offset or 0
-                found.setdefault(j - i - shift, []).append(probs[b, :, i, j])
+    for b, i, j in itertools.product(range(2), range(4), range(6)):
+        shift = int(offset[b]) if isinstance(offset, torch.Tensor) else offset or 0
+        found.setdefault(j - i - shift, []).append(probs[b, :, i, j])
     means = torch.stack([torch.stack(found[r]).mean(0) for r in sorted(found)], 1)
     lines = plots.attention_by_distance(query, key, query_offset=offset).axes[0].get_lines()
     for line, expected in zip(lines, [*means, means.mean(0)], strict=False):

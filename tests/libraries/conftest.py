@@ -3,9 +3,11 @@
 import pytest
 
 from tests.cpu.conftest import short_calls_are_ours as short_calls_are_ours
+from triton_relattn.integrations.structure.grid import DecomposedPositions
 from triton_relattn.integrations.structure.kind import Kind
 
 
 @pytest.fixture(autouse=True)
 def short_calls_of_kinds_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Kind, "fewest", 0)
+    for kind in (Kind, DecomposedPositions):
+        monkeypatch.setattr(kind, "fewest", 0)

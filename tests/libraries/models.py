@@ -1,196 +1,289 @@
-"""Small models of libraries whose attention can be enabled, built from the libraries' source files."""
+"""Small modules of packages whose attention can be enabled, built from the packages' own files: MODELS.
+
+Packages that only contain models of transformers are in wrappers/.
+"""
 
 from __future__ import annotations
 
-import importlib
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from types import ModuleType
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
-from tests.cpu.models import varied
-from tests.libraries.standins import absent, bare
+from tests.cpu.models import Results, Sizes, computed, varied
+from tests.libraries.standins import absent, bare, load
+from triton_relattn import enable
+from triton_relattn.integrations.report import Report
+
+sys.path.append(f"{sys.prefix}/beside/torchaudio/models/wav2vec2")  # other libraries import torchaudio if they find it
+Given = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model of a library.
+    """A module of a package.
 
-    library: name of the integration. package: name in Python; distribution: name for pip. build: makes the model from settings.
-    given: its arguments for sequences of these lengths, padded to length.
+    build: makes it from settings. given: its arguments for sequences whose real positions are True in a mask (B, N), by the names
+    if there are any. usual: settings of published models, if docs/enable.md states their memory at so many positions.
     """
 
     name: str
-    library: str
     package: str
-    distribution: str
     build: Callable[..., nn.Module]
-    given: Callable[[int, list[int]], dict[str, Any]]
-    settings: dict[str, Any]
+    given: Callable[[torch.Tensor], Given]
+    settings: dict[str, Any] = field(default_factory=dict)
+    usual: dict[str, Any] = field(default_factory=dict)
+    at: int = 4096
+    names: tuple[str, ...] = ()
 
-    @property
-    def integration(self) -> ModuleType:
-        return importlib.import_module(f"triton_relattn.integrations.{self.library}")
+    def but(self, what: str = "", /, **settings: Any) -> Model:
+        """The same with further settings."""
+        return replace(self, name=f"{self.name} {what}".strip(), settings={**self.settings, **settings})
 
-    def make(self, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
-        """A model in eval mode with nonzero parameters; changes: further settings."""
+    def make(self, dtype: torch.dtype = torch.float64) -> Any:
+        """A model in eval mode with nonzero parameters."""
         torch.manual_seed(0)
-        return varied(self.build(**{**self.settings, **changes})).to(dtype).eval()
+        return varied(self.build(**self.settings)).to(dtype).eval()
 
-    def arguments(self, length: int, lengths: list[int], dtype: torch.dtype = torch.float64) -> dict[str, Any]:
+    def arguments(self, lengths: list[int]) -> Given:
         torch.manual_seed(1)
-        return {
-            name: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-            for name, value in self.given(length, lengths).items()
-        }
+        return self.given(torch.arange(max(lengths)) < torch.tensor(lengths)[:, None])
+
+    def enable(self, model: nn.Module, **options: Any) -> Report:
+        return enable(model, by_structure=bool(self.usual), **options)
+
+    def call(self, model: nn.Module, *given: Any) -> Any:
+        return model(**dict(zip(self.names, given, strict=True))) if self.names else model(*given)
+
+    def results(self, model: nn.Module, given: Given) -> Results:
+        """The output and all gradients, in float64; without padding where a model computes numbers there."""
+        return computed(model, self.call, *given, counts=given[1].bool() if self.given is speech else None)
+
+    def output(self, model: nn.Module, given: Given) -> tuple[torch.Tensor, bool]:
+        """The output in the dtype of the model, and whether the operator ran."""
+        with torch.no_grad(), Sizes() as sizes:
+            out = self.call(model, *given)
+        return out[0] if isinstance(out, tuple) else out, sizes.ours
+
+
+def states(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def source(name: str, lacks: str = "") -> Callable[..., nn.Module]:
+    """What makes a class of a module; lacks: absent packages that it imports."""
+
+    def build(**settings: Any) -> nn.Module:
+        absent(*lacks.split())
+        return load(name)(**settings)  # type: ignore[no-any-return]
+
+    return build
 
 
 WIDTH, HEADS, MEL = 32, 4, 20
-SIZES = {"input_size": MEL, "output_size": WIDTH, "attention_heads": HEADS, "linear_units": 48, "num_blocks": 2}
-NO_DROPOUT = dict.fromkeys(("dropout_rate", "positional_dropout_rate", "attention_dropout_rate"), 0.0)
+NEMO_BARE = """common common.parts asr.models asr.parts asr.parts.submodules asr.parts.submodules.adapters asr.parts.utils
+    asr.parts.mixins"""
+NEMO_LACKS = "classes.modelPT classes.mixins.hf_io_mixin config connectors utils.process_launcher"
+bare(*(f"nemo.collections.{name}" for name in NEMO_BARE.split()))
+bare(*(f"speechbrain.{name}" for name in ("nnet", "dataio", "utils", "decoders")))
+bare("funasr.models.transformer.utils", "TTS.tts.utils", "TTS.tts.layers.generic", "TTS.utils")
 
 
 def nemo(context: Any = None, **settings: Any) -> nn.Module:
     """Make an encoder. context: att_context_size of chunks with frames after them, which is set after construction."""
-    parts = ("modules", "parts", "parts.submodules", "parts.submodules.adapters", "parts.utils", "parts.mixins")
-    bare("nemo", "nemo.collections", "nemo.collections.asr", *(f"nemo.collections.asr.{part}" for part in parts))
-    bare("nemo.collections.asr.models", "nemo.collections.common", "nemo.collections.common.parts")
-    core = ("classes.modelPT", "classes.mixins.hf_io_mixin", "config", "connectors", "utils.process_launcher")
-    absent("hydra", "lightning", "huggingface_hub", *(f"nemo.core.{module}" for module in core))
-    absent(*(f"nemo.utils.{module}" for module in ("lightning_logger_patch", "cloud", "data_utils", "export_utils")))
+    absent("hydra", "lightning", "huggingface_hub", *(f"nemo.core.{name}" for name in NEMO_LACKS.split()))
+    absent(*(f"nemo.utils.{name}" for name in ("lightning_logger_patch", "cloud", "data_utils", "export_utils")))
     absent("nemo.collections.asr.models.configs")  # the encoder has one, and sets its attributes
-    stock = importlib.import_module("nemo.collections.asr.modules.conformer_encoder")
     sizes = {"feat_in": MEL, "n_layers": 2, "d_model": WIDTH, "n_heads": HEADS, "subsampling_factor": 1, "conv_kernel_size": 7}
     dropout = dict.fromkeys(("dropout", "dropout_pre_encoder", "dropout_emb", "dropout_att"), 0.0)
     style = {"att_context_style": "chunked_limited_with_rc"} if context else {}
-    encoder: Any = stock.ConformerEncoder(**{**sizes, **dropout, **style, **settings})
+    kind = load("nemo.collections.asr.modules.conformer_encoder.ConformerEncoder")
+    encoder: Any = kind(**{**sizes, **dropout, **style, **settings})
     if context:
         encoder.att_context_size = context
     return encoder  # type: ignore[no-any-return]
 
 
-def nemo_arguments(length: int, lengths: list[int]) -> dict[str, Any]:
-    return {"audio_signal": torch.randn(len(lengths), MEL, length), "length": torch.tensor(lengths)}
-
-
 class OnlyEncoder(nn.Module):
     """The encoder of SpeechBrain's ``TransformerASR``."""
 
-    model: Any
-
-    def __init__(self, model: nn.Module, chunks: Any) -> None:
+    def __init__(self, model: Any, chunks: Any) -> None:
         super().__init__()
         self.model, self.chunks = model, chunks
 
-    def forward(self, **given: Any) -> Any:
-        self.model.positional_encoding.emb_dtype = given["src"].dtype
-        return self.model.encode(**given, dynchunktrain_config=self.chunks)
+    def forward(self, src: torch.Tensor, wav_len: torch.Tensor) -> Any:
+        return self.model.encode(src, wav_len, dynchunktrain_config=self.chunks)
 
 
 def speechbrain(chunks: tuple[int, int | None] | None = None, **settings: Any) -> nn.Module:
-    models = "speechbrain.lobes.models"
-    bare("speechbrain", "speechbrain.nnet", "speechbrain.lobes", models, f"{models}.transformer")
-    bare("speechbrain.dataio", "speechbrain.utils", "speechbrain.decoders")
     absent("soundfile", "torchaudio", "hyperpyyaml")
-    stock = importlib.import_module("speechbrain.lobes.models.transformer.TransformerASR")
+    module = "speechbrain.lobes.models.transformer.TransformerASR"
     sizes = {"tgt_vocab": 11, "input_size": MEL, "d_model": WIDTH, "nhead": HEADS, "num_encoder_layers": 2, "d_ffn": 48}
     kind = {"encoder_module": "conformer", "attention_type": "RelPosMHAXL", "kernel_size": 7, "normalize_before": True}
-    model = stock.TransformerASR(**{**sizes, **kind, "num_decoder_layers": 0, "dropout": 0.0, "causal": False, **settings})
-    return OnlyEncoder(model, chunks and stock.DynChunkTrainConfig(*chunks))
+    given = {**sizes, **kind, "num_decoder_layers": 0, "dropout": 0.0, "causal": False, **settings}
+    return OnlyEncoder(load(f"{module}.TransformerASR")(**given), chunks and load(f"{module}.DynChunkTrainConfig")(*chunks))
 
 
-def speechbrain_arguments(length: int, lengths: list[int]) -> dict[str, Any]:
-    return {"src": torch.randn(len(lengths), length, MEL), "wav_len": torch.tensor(lengths) / length}
+ENCODER: dict[str, Any] = {"input_size": MEL, "output_size": WIDTH, "attention_heads": HEADS, "linear_units": 48, "num_blocks": 2}
+ENCODER |= dict.fromkeys(("dropout_rate", "positional_dropout_rate", "attention_dropout_rate"), 0.0)
+ENCODER |= {"input_layer": "linear", "cnn_module_kernel": 7}
 
 
 def espnet(**settings: Any) -> nn.Module:
-    stock = importlib.import_module("espnet2.asr.encoder.conformer_encoder")
-    kind = {"input_layer": "linear", "rel_pos_type": "latest", "macaron_style": True, "cnn_module_kernel": 7}
-    encoder: Any = stock.ConformerEncoder(**{**SIZES, **kind, **NO_DROPOUT, **settings})
+    kind = {"rel_pos_type": "latest", "macaron_style": True}
+    encoder: Any = load("espnet2.asr.encoder.conformer_encoder.ConformerEncoder")(**{**ENCODER, **kind, **settings})
     if settings.get("rel_pos_type") == "legacy":  # whose encoder does not pass it to its layers
         for layer in encoder.encoders:
             layer.self_attn.zero_triu = settings["zero_triu"]
     return encoder  # type: ignore[no-any-return]
 
 
-def espnet_arguments(length: int, lengths: list[int]) -> dict[str, Any]:
-    return {"xs_pad": torch.randn(len(lengths), length, MEL), "ilens": torch.tensor(lengths)}
-
-
-def cosyvoice(**settings: Any) -> nn.Module:
-    absent("torchaudio", "scipy", "transformers")
-    stock = importlib.import_module("cosyvoice.transformer.encoder")
-    kind = {"input_layer": "linear", "pos_enc_layer_type": "rel_pos_espnet", "selfattention_layer_type": "rel_selfattn"}
-    return stock.ConformerEncoder(**{**SIZES, **kind, **NO_DROPOUT, "cnn_module_kernel": 7, **settings})  # type: ignore[no-any-return]
-
-
-def cosyvoice_arguments(length: int, lengths: list[int]) -> dict[str, Any]:
-    return {"xs": torch.randn(len(lengths), length, MEL), "xs_lens": torch.tensor(lengths)}
-
-
-class Casting(nn.Linear):
-    def forward(self, given: torch.Tensor) -> torch.Tensor:
-        return super().forward(given.to(self.weight.dtype))
+cosyvoice = source("cosyvoice.transformer.encoder.ConformerEncoder", "torchaudio scipy transformers")
 
 
 def x_transformers(causal: bool = False, **settings: Any) -> nn.Module:
-    stock = importlib.import_module("x_transformers")
-    kind = stock.Decoder if causal else stock.Encoder
-    layers: Any = kind(**{"dim": WIDTH, "depth": 2, "heads": HEADS, "attn_dim_head": 8, **settings})
-    for module in layers.modules():
-        if type(module).__name__ == "Attend":
-            getattr(module.attn_fn, "keywords", {}).pop("dtype", None)  # a softmax in float32
-    if hasattr(layers.rel_pos, "mlp"):  # whose distances are float32
-        layers.rel_pos.mlp[0][0].__class__ = Casting
-    return layers  # type: ignore[no-any-return]
+    kind = load(f"x_transformers.{'Decoder' if causal else 'Encoder'}")
+    return kind(**{"dim": WIDTH, "depth": 2, "heads": HEADS, "attn_dim_head": 8, **settings})  # type: ignore[no-any-return]
 
 
-def x_transformers_arguments(length: int, lengths: list[int]) -> dict[str, Any]:
-    return {"x": torch.randn(len(lengths), length, WIDTH), "mask": torch.arange(length) < torch.tensor(lengths)[:, None]}
+def cellpose(**settings: Any) -> nn.Module:
+    """The model that makes all layers of a segment-anything encoder global."""
+    made: Any = SimpleNamespace(image_encoder=STRUCTURES["segment-anything"].build(use_rel_pos=True, **settings))
+    registry = sys.modules["segment_anything"].__dict__.setdefault("sam_model_registry", {})
+    registry["vit_l"] = lambda _: made
+    return load("cellpose.vit.CPSAM")()  # type: ignore[no-any-return]
 
 
-SOURCES: dict[str, tuple[str, str, str, Callable[..., nn.Module], Callable[[int, list[int]], dict[str, Any]]]] = {
-    "nemo": ("nemo", "nemo", "nemo_toolkit", nemo, nemo_arguments),
-    "speechbrain": ("speechbrain", "speechbrain", "speechbrain", speechbrain, speechbrain_arguments),
-    "espnet": ("espnet", "espnet2", "espnet", espnet, espnet_arguments),
-    "cosyvoice": ("espnet", "cosyvoice", "cosyvoice-minicpmo", cosyvoice, cosyvoice_arguments),
-    "x": ("x_transformers", "x_transformers", "x-transformers", x_transformers, x_transformers_arguments),
-}
-"""Library, package, distribution, the function that builds a model, and its arguments."""
+def timm(**settings: Any) -> nn.Module:
+    absent("torchvision", "timm.data")
+    bare("timm")
+    vars(__import__("timm"))["__version__"] = "1.0.31"
+    return load("timm.models.vision_transformer_sam.VisionTransformerSAM")(**settings)  # type: ignore[no-any-return]
 
 
-def entry(name: str, **settings: Any) -> Model:
-    """A model by its name, which begins with a key of SOURCES."""
-    source = next(prefix for prefix in sorted(SOURCES, key=len, reverse=True) if name.startswith(prefix))
-    return Model(name, *SOURCES[source], settings)
+def mel_last(real: torch.Tensor) -> Given:
+    return states(*real.shape, MEL), real.sum(1)
 
 
+def speech(real: torch.Tensor) -> Given:
+    return states(len(real), 16, real.shape[1]), real[:, None].float()
+
+
+def frames(real: torch.Tensor) -> Given:
+    x = states(*real.shape, 16)
+    return x, x, x, states(1, 2 * real.shape[1] - 1, 16), real[:, None]
+
+
+def mask_first(real: torch.Tensor) -> Given:
+    x, y, z, positions, mask = frames(real)
+    return x, y, z, mask, positions
+
+
+def time_first(real: torch.Tensor) -> Given:
+    """Arguments of fairseq's attention: the mask of padding, no incremental state, and no weights."""
+    x = states(*real.T.shape, 16)
+    return x, x, x, ~real, None, False
+
+
+def sequences(real: torch.Tensor) -> Given:
+    return (states(*real.shape, 16),)
+
+
+def image(real: torch.Tensor, side: int = 64) -> Given:
+    return (states(len(real), 3, side, side),)
+
+
+NEMO = Model("nemo", "nemo", nemo, lambda real: (mel_last(real)[0].mT, real.sum(1)), names=("audio_signal", "length"))
+SPEECHBRAIN = Model("speechbrain", "speechbrain", speechbrain, lambda real: (states(*real.shape, MEL), real.float().mean(1)))
+ESPNET = Model("espnet", "espnet2", espnet, mel_last)
+PROJECTED = {"pos_enc_layer_type": "rel_pos_espnet", "selfattention_layer_type": "rel_selfattn"}
+COSYVOICE = Model("cosyvoice", "cosyvoice", cosyvoice, mel_last, ENCODER | PROJECTED)
+X = Model("x", "x_transformers", x_transformers, lambda real: (states(*real.shape, WIDTH), real), names=("x", "mask"))
 IN_CHUNKS = {"att_context_style": "chunked_limited"}
-MODELS = (
-    entry("nemo"),
-    entry("nemo sdpa", use_pytorch_sdpa=True, untie_biases=False),
-    entry("nemo window", att_context_size=[5, 3]),
-    entry("nemo causal", att_context_size=[-1, 0]),
-    entry("nemo chunks", att_context_size=[8, 3], **IN_CHUNKS),
-    entry("nemo chunks of one", att_context_size=[8, 0], **IN_CHUNKS),
-    entry("nemo chunks of all the past", att_context_size=[-1, 3], **IN_CHUNKS),
-    entry("nemo chunks and more", context=[7, 4, 3]),
-    entry("speechbrain"),
-    entry("speechbrain causal", causal=True),
-    entry("speechbrain chunks", chunks=(4, 2)),
-    entry("speechbrain chunks of all the past", chunks=(4, None)),
-    entry("espnet"),
-    entry("espnet zero_triu", zero_triu=True),
-    entry("espnet legacy", zero_triu=True, rel_pos_type="legacy"),
-    entry("cosyvoice"),
-    entry("cosyvoice chunks", static_chunk_size=4),
-    entry("x T5", rel_pos_bias=True, rel_pos_max_distance=32),
-    entry("x T5 causal", rel_pos_bias=True, causal=True),
-    entry("x dynamic", dynamic_pos_bias=True),
-    entry("x dynamic log", dynamic_pos_bias=True, dynamic_pos_bias_log_distance=True, causal=True),
-    entry("x alibi", alibi_pos_bias=True, alibi_num_heads=3, attn_kv_heads=2),
-    entry("x inkling", attn_use_rel_proj_pos_bias=True, causal=True),
+CLASSES = (
+    NEMO,
+    NEMO.but("sdpa", use_pytorch_sdpa=True, untie_biases=False),
+    NEMO.but("window", att_context_size=[5, 3]),
+    NEMO.but("causal", att_context_size=[-1, 0]),
+    NEMO.but("chunks", att_context_size=[8, 3], **IN_CHUNKS),
+    NEMO.but("chunks of one", att_context_size=[8, 0], **IN_CHUNKS),
+    NEMO.but("chunks of all the past", att_context_size=[-1, 3], **IN_CHUNKS),
+    NEMO.but("chunks and more", context=[7, 4, 3]),
+    SPEECHBRAIN,
+    SPEECHBRAIN.but("causal", causal=True),
+    SPEECHBRAIN.but("chunks", chunks=(4, 2)),
+    SPEECHBRAIN.but("chunks of all the past", chunks=(4, None)),
+    ESPNET,
+    ESPNET.but("zero_triu", zero_triu=True),
+    ESPNET.but("legacy", zero_triu=True, rel_pos_type="legacy"),
+    COSYVOICE,
+    COSYVOICE.but("chunks", static_chunk_size=4),
+    X.but("T5", rel_pos_bias=True, rel_pos_max_distance=32),
+    X.but("T5 causal", rel_pos_bias=True, causal=True),
+    X.but("dynamic", dynamic_pos_bias=True),
+    X.but("dynamic log", dynamic_pos_bias=True, dynamic_pos_bias_log_distance=True, causal=True),
+    X.but("alibi", alibi_pos_bias=True, alibi_num_heads=3, attn_kv_heads=2),
+    X.but("inkling", attn_use_rel_proj_pos_bias=True, causal=True),
 )
+"""Classes that enable() knows by their names."""
+
+WAVLM = {"embed_dim": 16, "num_heads": 2, "has_relative_attention_bias": True, "num_buckets": 32, "max_distance": 80}
+WAVLM_USUAL = WAVLM | {"embed_dim": 768, "num_heads": 12, "num_buckets": 320, "max_distance": 800}
+GATED = {"self_attention": True, "gru_rel_pos": True}
+VITS = {"hidden_channels": 16, "filter_channels": 24, "n_heads": 2, "n_layers": 2, "kernel_size": 3, "window_size": 3}
+VITS_USUAL = VITS | {"hidden_channels": 192, "filter_channels": 768, "n_layers": 6, "window_size": 4}
+GLOW = {"in_channels": 16, "out_channels": 16, "hidden_channels": 16, "hidden_channels_ffn": 24, "num_heads": 2}
+GLOW |= {"num_layers": 2, "kernel_size": 3, "rel_attn_window_size": 3}
+GLOW_USUAL = GLOW | dict.fromkeys(("in_channels", "out_channels", "hidden_channels"), 192)
+GLOW_USUAL |= {"hidden_channels_ffn": 768, "num_layers": 6, "rel_attn_window_size": 4}
+GRID: dict[str, Any] = {"img_size": 64, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 2, "use_rel_pos": True}
+GRID |= {"window_size": 3, "global_attn_indexes": (1,)}
+GRID_USUAL = {"use_rel_pos": True, "window_size": 14, "global_attn_indexes": (2, 5, 8, 11)}
+CELLS = {"embed_dim": 16, "depth": 2, "num_heads": 2, "window_size": 14, "global_attn_indexes": (1,)}
+SHAW = {"dim": 16, "depth": 2, "heads": 2, "dim_head": 8}
+
+
+def features(small: int, usual: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Settings of Enformer's attention with so many features."""
+    sizes = {"dim": 16, "heads": 2, "dim_key": 8, "dim_value": 12}, {"dim": 1536, "heads": 8, "dim_key": 64, "dim_value": 192}
+    return sizes[0] | {"num_rel_pos_features": small}, sizes[1] | {"num_rel_pos_features": usual}
+
+
+GENES_LACK = "discrete_key_value_bottleneck_pytorch polars pyfaidx pandas datasets torchmetrics transformers"
+TTS_LACKS = "coqpit trainer librosa scipy soundfile TTS.utils.audio TTS.tts.utils.text TTS.config"
+SVC_LACKS, WAVLM_LACKS = "scipy librosa torchaudio requests tqdm", "torchaudio soundfile"
+BEATS = (time_first, WAVLM | GATED, WAVLM_USUAL | GATED)
+RELATIVE = "RelPositionMultiHeadedAttention"
+CONFORMER = {"n_head": 2, "n_feat": 16, "dropout_rate": 0.1}
+CONFORMER_USUAL, CONFORMER_LARGE = CONFORMER | {"n_head": 4, "n_feat": 256}, CONFORMER | {"n_head": 8, "n_feat": 512}
+AT = {"cellpose": 1024, "enformer-pytorch": 1536}
+ROWS: tuple[Any, ...] = (
+    ("torchaudio", "wavlm_attention", "WavLMSelfAttention", "", lambda real: (*sequences(real), ~real), WAVLM, WAVLM_USUAL),
+    ("espnet, BEATs", "espnet2", "asr.encoder.beats_encoder.MultiheadAttention", WAVLM_LACKS, *BEATS),
+    ("speechbrain, BEATs", "speechbrain", "lobes.models.beats.MultiheadAttention", WAVLM_LACKS, *BEATS),
+    ("coqui, WavLM", "TTS", "vc.layers.freevc.wavlm.modules.MultiheadAttention", WAVLM_LACKS, *BEATS),
+    ("piper", "piper", "train.vits.attentions.Encoder", "", speech, VITS, VITS_USUAL),
+    ("RVC", "rvc", "lib.infer_pack.attentions.Encoder", "scipy", speech, VITS, VITS_USUAL | {"window_size": 10}),
+    ("so-vits-svc", "so_vits_svc_fork", "modules.attentions.Encoder", SVC_LACKS, speech, VITS, VITS_USUAL),
+    ("coqui", "TTS", "tts.layers.glow_tts.transformer.RelativePositionTransformer", TTS_LACKS, speech, GLOW, GLOW_USUAL),
+    ("FunASR", "funasr", f"models.transformer.attention.{RELATIVE}", "", frames, CONFORMER, CONFORMER_USUAL),
+    ("chatterbox", "chatterbox", f"models.s3gen.transformer.attention.{RELATIVE}", "", mask_first, CONFORMER, CONFORMER_LARGE),
+    ("segment-anything", "segment_anything", "modeling.image_encoder.ImageEncoderViT", "", image, GRID, GRID_USUAL),
+    ("cellpose", "cellpose", cellpose, "", lambda real: image(real, 256), CELLS, CELLS | {"embed_dim": 1024, "num_heads": 16}),
+    ("timm, SAM", "timm", timm, "", image, GRID, GRID_USUAL),
+    ("conformer", "conformer", "Conformer", "", sequences, SHAW, {"dim": 512, "depth": 2}),
+    ("enformer-pytorch", "enformer_pytorch", "modeling_enformer.Attention", GENES_LACK, sequences, *features(12, 192)),
+    ("borzoi-pytorch", "borzoi_pytorch", "pytorch_borzoi_transformer.Attention", "", sequences, *features(32, 32)),
+)
+"""Modules that enable() knows by their structure: name in docs/enable.md, package, class in it or what makes one, absent
+packages, arguments, small and published settings."""
+STRUCTURES = {
+    name: Model(
+        name, package, build if callable(build) else source(f"{package}.{build}", lacks), given, small, usual, AT.get(name, 4096)
+    )
+    for name, package, build, lacks, given, small, usual in ROWS
+}

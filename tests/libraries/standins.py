@@ -6,15 +6,16 @@ so that its modules can be imported one by one. From an absent package any name 
 
 from __future__ import annotations
 
-import importlib
-import importlib.abc
-import importlib.machinery
 import importlib.util
+import re
 import sys
 import types
 from collections.abc import Sequence
-from pathlib import Path
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any, ClassVar
+
+import pytest
 
 
 def is_installed(package: str) -> bool:
@@ -22,20 +23,10 @@ def is_installed(package: str) -> bool:
     return package in sys.modules or importlib.util.find_spec(package) is not None
 
 
-def bare(*packages: str) -> None:
-    """Let modules of packages be imported without running the packages' ``__init__.py``."""
-    for name in packages:
-        if name not in sys.modules:
-            parent, _, own = name.rpartition(".")
-            places = sys.modules[parent].__path__ if parent else sys.path
-            folders = [str(Path(place) / own) for place in places if (Path(place) / own).is_dir()]
-            assert folders, name
-            module = types.ModuleType(name)
-            module.__path__ = folders
-            module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
-            sys.modules[name] = module
-            if parent:
-                setattr(sys.modules[parent], own, module)
+def needs(*packages: str) -> Any:
+    """Mark a test that is skipped where packages are not installed."""
+    missing = [package for package in packages if not is_installed(package)]
+    return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)} (make test-libraries)")
 
 
 class _Absent(types.ModuleType):
@@ -44,46 +35,59 @@ class _Absent(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        methods = {"__init__": _nothing, "__call__": _first, "__class_getitem__": _itself, "__module__": self.__name__}
-        made = type(name, (), methods)
-        setattr(self, name, made)
-        return made
+        methods: dict[str, Any] = {
+            "__init__": lambda self, *_, **__: None,
+            "__call__": lambda self, *given, **_: given[0] if given else None,
+            "__class_getitem__": lambda cls, _: cls,
+        }
+        setattr(self, name, type(name, (), {**methods, "__module__": self.__name__}))
+        return vars(self)[name]
 
 
-def _nothing(self: Any, *_: Any, **__: Any) -> None:
-    pass
+class _Empty(Loader):
+    """Makes a module of a kind, and runs no code in it."""
+
+    def __init__(self, kind: type[types.ModuleType]) -> None:
+        self.kind = kind
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        return self.kind(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
 
 
-def _first(self: Any, *given: Any, **_: Any) -> Any:
-    return given[0] if given else None
+class _StandIns(PathFinder):
+    """Finds absent and bare packages."""
 
-
-def _itself(cls: Any, _: Any) -> Any:
-    return cls
-
-
-class _AbsentPackages(importlib.machinery.PathFinder):
-    """Finds modules of packages that are absent."""
-
-    names: ClassVar[set[str]] = set()
+    absent: ClassVar[set[str]] = set()
+    bare: ClassVar[set[str]] = set()
 
     @classmethod
-    def find_spec(cls, name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
-        if any(name == package or name.startswith(f"{package}.") for package in cls.names):
-            return importlib.machinery.ModuleSpec(name, _Loader(), is_package=True)
-        return None
+    def find_spec(cls, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+        if any(f"{name}.".startswith(f"{package}.") for package in cls.absent):
+            return ModuleSpec(name, _Empty(_Absent), is_package=True)
+        spec = super().find_spec(name, path, target) if name in cls.bare else None
+        if spec is not None:
+            spec.loader = _Empty(types.ModuleType)
+        return spec
 
 
-class _Loader(importlib.abc.Loader):
-    def create_module(self, spec: Any) -> Any:
-        return _Absent(spec.name)
-
-    def exec_module(self, module: Any) -> None:
-        pass
+def bare(*packages: str) -> None:
+    """Let modules of packages be imported without running the packages' ``__init__.py``."""
+    _StandIns.bare |= set(packages)
+    if _StandIns not in sys.meta_path:
+        sys.meta_path.insert(0, _StandIns)
 
 
 def absent(*packages: str) -> None:
     """Let any name be imported from packages or modules that are not installed, or import too much."""
-    _AbsentPackages.names |= set(packages)
-    if _AbsentPackages not in sys.meta_path:
-        sys.meta_path.insert(0, _AbsentPackages)
+    _StandIns.absent |= set(packages)
+    bare()
+
+
+def load(name: str) -> Any:
+    """An attribute of a module, ``package.module.attribute``. Packages around the module are bare."""
+    module, _, attribute = name.rpartition(".")
+    bare(*(module[: found.start()] for found in re.finditer(r"\.", module)))
+    return getattr(importlib.import_module(module), attribute)

@@ -14,11 +14,16 @@ from pathlib import Path
 import pytest
 
 from hub.__main__ import BACKENDS, digest, repository
-from tests.libraries.standins import is_installed
+from tests.libraries.standins import needs
 
 ROOT = Path(__file__).parents[2]
 REPO = "someone/triton-relattn"
-needs_kernels = pytest.mark.skipif(not is_installed("kernels"), reason="kernels is not installed: make test-libraries")
+
+
+def run(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in Python."""
+    given = {**os.environ, "HF_HUB_OFFLINE": "1", **environment}
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=cwd, env=given, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +41,9 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def run_hub(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "hub", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=root, env={**os.environ, "PYTHONPATH": ""}, check=False)
-
-
 @pytest.fixture(scope="module")
 def exported(checkout: Path) -> Path:
-    done = run_hub(checkout, "--repo", REPO)
+    done = run("-m", "hub", "--repo", REPO, cwd=checkout, PYTHONPATH="")
     assert done.returncode == 0, done.stderr
     return checkout / "build" / "hub"
 
@@ -54,23 +54,18 @@ def test_only_what_git_tracks(exported: Path) -> None:
     assert "layers.py" in names and not {".env", "hub.token", "__pycache__"} & names
 
 
-@pytest.mark.parametrize("change", ["triton_relattn/new.py", "triton_relattn/tables.py", "hub/files/CARD.md"])
-def test_uncommitted_changes_are_refused(change: str, checkout: Path, tmp_path: Path) -> None:
-    root = shutil.copytree(checkout, tmp_path / "copy")
-    with (root / change).open("a") as file:
-        file.write("\n")
-    done = run_hub(root, "--out", str(tmp_path / "out"))
-    assert (
-        done.returncode == 2 and f"commit or stash the changes first: {'??' if 'new' in change else ' M'} {change}" in done.stderr
-    )
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_folder_that_is_no_checkout_is_refused(checkout: Path, tmp_path: Path) -> None:
-    root = shutil.copytree(checkout, checkout / "build" / "copy", ignore=shutil.ignore_patterns(".git", "build"))
-    done = run_hub(root, "--out", str(tmp_path / "out"))
-    assert done.returncode == 1 and done.stderr.endswith("copy is not a git checkout\n") and done.stderr.count("\n") == 1
-    assert not (tmp_path / "out").exists()
+@pytest.mark.parametrize("change", ["triton_relattn/new.py", "triton_relattn/tables.py", "hub/files/CARD.md", ""])
+def test_other_folders_than_clean_checkouts_are_refused(change: str, checkout: Path, tmp_path: Path) -> None:
+    """Uncommitted changes, and a copy without git: nothing is written, and the message says what to do."""
+    place, ignored = (tmp_path, ()) if change else (checkout / "build", (".git", "build"))
+    root = shutil.copytree(checkout, place / "copy", ignore=shutil.ignore_patterns(*ignored))
+    said, status = "copy is not a git checkout\n", 1
+    if change:
+        (root / change).open("a").write("\n")
+        said, status = f"commit or stash the changes first: {'??' if 'new' in change else ' M'} {change}", 2
+    done = run("-m", "hub", "--out", str(tmp_path / "out"), cwd=root, PYTHONPATH="")
+    assert done.returncode == status and said in done.stderr and not (tmp_path / "out").exists()
+    assert change or (done.stderr.endswith(said) and done.stderr.count("\n") == 1)
 
 
 @pytest.mark.parametrize("name", ["nothing", "a/b/c", "../../x/y", "../x", "", "/", "a/", "/b", "a b/c", "a/b\n"])
@@ -131,7 +126,7 @@ compiled = torch.compile(lambda *given: loaded.fused_relative_attention(*given),
 assert torch.equal(compiled(*inputs), loaded.fused_relative_attention(*inputs))
 sys.path.insert(0, str(Path(sys.argv[1]) / "build" / "torch-cpu"))
 import importlib.util
-older = Path(sys.argv[1]) / "build" / "torch-cpu" / "triton_relattn" / "__init__.py"
+older = Path(sys.path[0]) / "triton_relattn" / "__init__.py"
 spec = importlib.util.spec_from_file_location("an_older_name", older)
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
@@ -140,21 +135,15 @@ print(loaded.layers.RelPositionMultiHeadedAttention.__mro__[1].__name__)
 """
 
 
-def run(*command: str, cwd: Path, **environment: str) -> str:
-    child = subprocess.run(
-        command, capture_output=True, text=True, cwd=cwd, env={**os.environ, "HF_HUB_OFFLINE": "1", **environment}, check=False
-    )
-    assert child.returncode == 0, child.stdout + child.stderr
-    return child.stdout
-
-
-@needs_kernels
+@needs("kernels")
 def test_kernels_loads_it(exported: Path) -> None:
     """It loads beside the installed package with separate operators, also as older versions of kernels do, and compiles."""
-    assert run(sys.executable, "-c", LOADED, str(exported), cwd=ROOT) == "Module\n"
+    done = run("-c", LOADED, str(exported), cwd=ROOT)
+    assert (done.returncode, done.stdout) == (0, "Module\n"), done.stderr
 
 
-@needs_kernels
+@needs("kernels")
 def test_its_own_test(exported: Path) -> None:
     """The published test passes with only the repository's name."""
-    run(sys.executable, "-m", "pytest", "-q", "tests", cwd=exported, LOCAL_KERNELS=f"{REPO}={exported}", PYTHONPATH="")
+    done = run("-m", "pytest", "-q", "tests", cwd=exported, LOCAL_KERNELS=f"{REPO}={exported}", PYTHONPATH="")
+    assert done.returncode == 0, done.stdout + done.stderr

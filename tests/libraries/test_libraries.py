@@ -1,184 +1,270 @@
-"""Enabled models of libraries have equal outputs and gradients, in linear memory."""
+"""Enabled attention of libraries and packages: the same outputs and gradients, in linear memory, and what stays stock."""
 
 from __future__ import annotations
 
-import copy
-import importlib
-import io
 import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.cpu.models import (
-    LENGTH,
-    PADDED,
-    WHOLE,
-    Results,
-    Sizes,
-    assert_same,
-    in_float64,
-    operators_dropout,
-    output,
-    results,
-    runs_the_operator,
-    varied,
-)
-from tests.libraries.copies import states
-from tests.libraries.models import HEADS, MEL, MODELS, Model, nemo
-from tests.libraries.standins import is_installed
-from tests.tolerance import assert_near
+from tests.cpu.models import LENGTH, PADDED, WHOLE, Sizes, assert_same, operators_dropout
+from tests.cpu.stock import enable as enable_by_structure
+from tests.libraries.models import CLASSES, ESPNET, HEADS, MEL, NEMO, STRUCTURES, Model, X, nemo, states
+from tests.libraries.standins import load, needs
+from tests.tolerance import assert_at_most, assert_near
 from triton_relattn import disable, enable
+from triton_relattn.integrations.isolation import Promoted
+
+DOCS = Path(__file__).parents[2] / "docs" / "enable.md"
 
 
-def parametrize_models(*models: Model) -> Any:
-    """Parametrise by models; skipped if the library is not installed."""
-
-    def case(model: Model) -> Any:
-        missing = pytest.mark.skipif(
-            not is_installed(model.package), reason=f"{model.distribution} is not installed: make test-libraries"
-        )
-        return pytest.param(model, id=model.name.replace(" ", "-"), marks=missing)
-
-    return pytest.mark.parametrize("kind", [case(model) for model in models])
+def parametrize(*models: Model) -> Any:
+    """Parametrise by models; skipped if the package is not installed."""
+    cases = [pytest.param(model, id=model.name, marks=needs(model.package)) for model in models]
+    return pytest.mark.parametrize("kind", cases)
 
 
 def named(*names: str) -> Any:
-    return parametrize_models(*(model for model in MODELS if model.name in names))
+    return parametrize(*(model for model in CLASSES if model.name in names))
 
 
-all_models = parametrize_models(*MODELS)
-# One of each library.
-some_models = named("nemo", "speechbrain", "espnet", "cosyvoice", "x T5", "x inkling")
-all_paddings = pytest.mark.parametrize("lengths", [WHOLE, PADDED], ids=["whole", "padded"])
+@pytest.mark.parametrize("lengths", [WHOLE, PADDED], ids=["whole", "padded"])
+@parametrize(*CLASSES, *STRUCTURES.values())
+def test_outputs_and_gradients(kind: Model, lengths: list[int]) -> None:
+    """They are the stock model's in float64, and disable() gives everything back."""
+    model, given = kind.make(), kind.arguments([10 * length for length in lengths] if kind.usual else lengths)
+    types, keys = [type(module) for module in model.modules()], list(model.state_dict())
+    expected = kind.results(model, given)
+    report = kind.enable(model)
+    assert report and not report.left, str(report)
+    changed = {path for (path, module), stock in zip(model.named_modules(), types, strict=True) if type(module) is not stock}
+    assert changed == report.keys() and list(model.state_dict()) == keys
+    with Sizes() as sizes:
+        ours = kind.results(model, given)
+    assert sizes.ours
+    assert_same(ours, expected)
+    assert disable(model) == dict(report) and [type(module) for module in model.modules()] == types
+    assert torch.equal(kind.results(model, given)["out"], expected["out"])
 
 
-def computed(model: Any, given: dict[str, Any]) -> Results:
-    with in_float64():
-        return results(model, given)
+@parametrize(*STRUCTURES.values())
+def test_memory_in_the_docs(kind: Model) -> None:
+    """A layer's memory at the usual size is quadratic before, linear after, and as docs/enable.md states."""
+    with torch.device("meta"):
+        model = kind.build(**kind.usual)
+    report = kind.enable(model, lengths=(kind.at // 2, kind.at))
+    rows = [row for row in report.rows if not row.reason]
+    assert rows and not report.left, str(report)
+    (_, short), (before, after) = max((row.memory for row in rows), key=lambda memory: memory[1][0] or 0)
+    assert before is not None and after is not None and short is not None
+    assert after < 2.3 * short and before > 5 * after
+    line = next(row for row in DOCS.read_text().splitlines() if row.startswith(f"| {kind.name} "))
+    found = re.search(r"\| ([\d,]+) \| ([\d,]+) MiB \| ([\d.,]+) MiB \|$", line)
+    measured = f"| {kind.at:,} | {before / 2**20:,.0f} MiB | {after / 2**20:,.0f} MiB |"
+    assert found and found[0] == measured, f"{kind.name}: {measured}"
 
 
-@all_paddings
-@all_models
-def test_the_same_in_float64(kind: Model, lengths: list[int]) -> None:
-    model, given = kind.make(), kind.arguments(LENGTH, lengths)
-    stock = computed(model, given)
-    assert kind.integration.enable(model)
-    assert runs_the_operator(model, given)
-    ours = computed(model, given)
-    assert_same(ours, stock)
+@parametrize(*(model for model in CLASSES if model.name != "cosyvoice chunks"))  # where the user's mask is quadratic
+def test_nothing_is_quadratic(kind: Model) -> None:
+    """No tensor has two dimensions of the sequence's length, and the largest one grows linearly, unlike in the stock model."""
+    found = {}
+    for enabled, length in ((True, 600), (True, 1200), (False, 600)):
+        model, given = kind.make(), kind.arguments([length, length - 7])
+        if enabled:
+            kind.enable(model, check_calls=False)  # no comparison with the stock forward
+        with Sizes() as sizes:
+            kind.results(model, given)
+        squares, found[enabled, length] = sizes.squares(length - 7), max(map(math.prod, sizes.shapes))
+        assert bool(squares) != enabled, squares[:3]
+    assert found[True, 1200] <= 2.01 * found[True, 600]
 
 
-@all_models
-def test_disable_gives_everything_back(kind: Model) -> None:
-    model, given = kind.make(torch.float32), kind.arguments(LENGTH, WHOLE, torch.float32)
-    types = [type(module) for module in model.modules()]
-    keys, stock = list(model.state_dict()), output(model, given)
-    enabled = kind.integration.enable(model)
-    changed = {
-        name: type(module).__name__
-        for (name, module), stock_type in zip(model.named_modules(), types, strict=True)
-        if type(module) is not stock_type
-    }
-    assert changed == enabled and list(model.state_dict()) == keys
-    assert kind.integration.enable(model) == {}
-    assert_near("output", output(model, given), stock)
-    assert kind.integration.disable(model) == enabled
-    assert kind.integration.disable(model) == {}
-    assert [type(module) for module in model.modules()] == types
-    assert torch.equal(output(model, given), stock)
-
-
-DROPOUT: dict[str, dict[str, Any]] = {
-    "nemo": {"dropout_att": 0.2},
-    "espnet": {"attention_dropout_rate": 0.2},
-    "cosyvoice": {"attention_dropout_rate": 0.2},
-    "x T5": {"attn_dropout": 0.2},
-    "speechbrain": {"dropout": 0.2},
-}
+DROPOUT = {"nemo": "dropout_att", "x T5": "attn_dropout", "speechbrain": "dropout"}
+DROPOUT |= dict.fromkeys(("espnet", "cosyvoice"), "attention_dropout_rate")
 
 
 @named(*DROPOUT)
 def test_dropout(kind: Model) -> None:
     """With the operator's dropout mask in stock attention, results are equal."""
-    model, given = kind.make(**DROPOUT[kind.name]).train(), kind.arguments(LENGTH, PADDED)
-    with in_float64(), operators_dropout(HEADS):
-        stock = results(model, given)
-    kind.integration.enable(model)  # outside in_float64, which replaces softmax: the integration would import that
-    with in_float64():
-        ours = results(model, given)
-        assert (results(model, given, seed=5)["out"] - ours["out"]).abs().max() > 0.01, "nothing is dropped"
-    assert_same(ours, stock)
+    model, given = kind.but(**{DROPOUT[kind.name]: 0.2}).make().train(), kind.arguments(PADDED)
+    with operators_dropout(HEADS):
+        expected = kind.results(model, given)
+    kind.enable(model)
+    ours = kind.results(model, given)
+    assert_same(ours, expected)
+    assert (kind.results(model.eval(), given)["out"] - ours["out"]).abs().max() > 0.01, "nothing is dropped"
 
 
-@parametrize_models(*(model for model in MODELS if model.name != "cosyvoice chunks"))  # where the user's mask is quadratic
-def test_nothing_quadratic(kind: Model) -> None:
-    """No tensor has two dimensions of the sequence's length, and the largest one grows linearly."""
-    found = {}
-    for enabled, length in ((True, 600), (True, 1200), (False, 600)):
-        model = kind.make(torch.float32)
-        if enabled:
-            kind.integration.enable(model, check_calls=False)  # no comparison with the stock forward
-        given = kind.arguments(length, [length, length - 7], torch.float32)
-        with Sizes() as found[enabled, length]:
-            results(model, given)
-        squares = found[enabled, length].squares(length - 7)
-        assert bool(squares) != enabled, squares[:3]
-    largest = [max(math.prod(shape) for shape in found[True, length].shapes) for length in (600, 1200)]
-    assert largest[1] <= 2.01 * largest[0]
-
-
-@some_models
-def test_copies_and_pickles(kind: Model) -> None:
-    """Copies and pickles of enabled models stay enabled, and are independent."""
-    model = kind.make(torch.float32)
-    given = kind.arguments(LENGTH, PADDED, torch.float32)
-    kind.integration.enable(model)
-    other = copy.deepcopy(model)
-    kind.integration.disable(other)
-    assert runs_the_operator(model, given) and not runs_the_operator(other, given)
-    if kind.library != "x_transformers":  # its lambdas cannot be pickled
-        file = io.BytesIO()
-        torch.save(model, file)
-        loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
-        assert torch.equal(output(loaded, given), output(model, given)) and runs_the_operator(loaded, given)
-
-
-@some_models
+@named("nemo", "speechbrain", "espnet", "cosyvoice", "x T5", "x inkling")
 def test_a_part(kind: Model) -> None:
-    """A single attention can be enabled or disabled; it uses the masks of the rest of the model."""
-    model, given = kind.make(), kind.arguments(LENGTH, PADDED)
-    stock = computed(model, given)
-    name = next(iter(reversed(kind.integration.enable(model))))
-    kind.integration.disable(model)
-    assert kind.integration.enable(model.get_submodule(name))
-    ours = computed(model, given)
-    assert_same(ours, stock)
-    kind.integration.enable(model)
-    kind.integration.disable(model.get_submodule(name))
-    assert_same(computed(model, given), stock)
+    """A single attention can be enabled or disabled; it uses the masks of the rest of the model, which makes them again."""
+    model, given = kind.make(), kind.arguments(PADDED)
+    expected = kind.results(model, given)
+    part = model.get_submodule(next(reversed(kind.enable(model))))
+    disable(model)
+    assert kind.enable(part)
+    assert_same(kind.results(model, given), expected)
+    kind.enable(model)
+    disable(part)
+    assert_same(kind.results(model, given), expected)
 
 
-@all_models
-def test_unknown_arguments_are_refused(kind: Model) -> None:
-    """Enabled classes raise an error for unknown arguments, such as those of later versions."""
-    model, given = kind.make(), kind.arguments(LENGTH, WHOLE)
-    enabled = kind.integration.enable(model)
-    calls: dict[Any, tuple[Any, Any]] = {}
-    hooks = [
-        model.get_submodule(name).register_forward_pre_hook(
-            lambda module, args, kwargs: calls.__setitem__(module, (args, kwargs)), with_kwargs=True
-        )
-        for name in enabled
-    ]
-    output(model, given)
-    for hook in hooks:
-        hook.remove()
-    assert calls
-    for module, (args, kwargs) in calls.items():
-        with pytest.raises(TypeError, match="of_a_later_version"), torch.no_grad(), in_float64():
-            module(*args, **kwargs, of_a_later_version=torch.ones(1))
+FILE = "funasr.models.transformer.attention"
+
+
+def funasr(name: str, **settings: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        return load(f"{FILE}.{name}")(2, 16, 0.1, **settings)
+
+    return make
+
+
+def swin() -> Any:
+    STRUCTURES["timm, SAM"].make()
+    kind = load("timm.models.swin_transformer.SwinTransformer")
+    return kind(img_size=32, embed_dim=8, depths=(1, 1), num_heads=(2, 2), window_size=4)
+
+
+def mvit() -> Any:
+    STRUCTURES["timm, SAM"].make()
+    settings = load("timm.models.mvitv2.MultiScaleVitCfg")(depths=(1, 1), embed_dim=(24, 48), num_heads=(1, 2))
+    return load("timm.models.mvitv2.MultiScaleVit")(settings, img_size=32)
+
+
+LEGACY = "LegacyRelPositionMultiHeadedAttention"
+REFUSED: dict[str, tuple[str, Callable[[], Any], str]] = {
+    "nemo, absolute": ("nemo", NEMO.but(self_attention_model="abs_pos").make, "no relative attention"),
+    "espnet, future": ("espnet2", ESPNET.but(rel_pos_type="legacy", zero_triu=False).make, "the model is unchanged.* without zero_triu"),
+    "funasr, future": ("funasr", funasr(LEGACY), "no module .* was enabled; the model is unchanged.* differs by"),
+    "funasr, chunks": ("funasr", funasr("RelPositionMultiHeadedAttentionChunk"), "the model is unchanged"),
+    "timm, swin": ("timm", swin, "the model is unchanged.* scaled_dot_product_attention"),
+    "timm, mvit": ("timm", mvit, "the model is unchanged.* pools queries and keys"),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs(package)) for name, (package, *_) in REFUSED.items()])
+def test_other_attention_is_refused_with_a_reason(name: str) -> None:
+    """The model stays as it is."""
+    _, make, message = REFUSED[name]
+    model = make()
+    types = [type(module) for module in model.modules()]
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        enable_by_structure(model)
+    assert re.search(message, " ".join(str(caught.value).split()))
+    assert [type(module) for module in model.modules()] == types
+
+
+@needs("funasr")
+def test_funasr_s_other_classes() -> None:
+    """The older shift is replaced if it has no terms for the future, and so is the class for exports."""
+    exported = load(f"{FILE}.RelPosMultiHeadedAttentionExport")(STRUCTURES["FunASR"].make())
+    assert all(map(enable_by_structure, (funasr(LEGACY, zero_triu=True)(), exported)))
+
+
+@needs("chatterbox")
+def test_chatterbox_with_a_cache() -> None:
+    """A call with a cache of keys is ours, one without positions the stock forward's."""
+    kind = STRUCTURES["chatterbox"].but(dropout_rate=0.0)
+    model = kind.make()
+    x, positions, cache = states(1, 40, 16), states(1, 2 * 46 - 1, 16), states(1, 2, 6, 16)
+    mask = torch.ones(1, 1, 46, dtype=torch.bool)
+    for given, is_ours in (((x, x, x, mask, positions, cache), True), ((x, x, x, mask[..., :40], states(1, 40, 16)), False)):
+        disable(model)
+        expected = model(*given)
+        kind.enable(model)
+        with Sizes() as sizes:
+            found = model(*given)
+        assert sizes.ours or not is_ours
+        for ours, stock in zip(found, expected, strict=True):
+            assert_near("the enabled model", ours, stock)
+
+
+@needs("nemo")
+@pytest.mark.parametrize(
+    "settings", [{"att_context_size": [8, 3], "att_context_style": "chunked_limited"}, {"att_context_size": [9, 0]}]
+)
+def test_nemo_streaming(settings: dict[str, Any]) -> None:
+    """Streaming in chunks with caches of keys and convolutions, one of which starts empty, equals the stock model."""
+    outs = []
+    for enabled in (False, True):
+        encoder = NEMO.but(conv_context_size="causal", causal_downsampling=True, **settings).make()
+        encoder.setup_streaming_params(chunk_size=4, shift_size=4)
+        if enabled:
+            enable(encoder)
+        cache = list(encoder.get_initial_cache_state(batch_size=2, dtype=torch.float64))
+        cache[2] = torch.tensor([3, 0])
+        names = ("cache_last_channel", "cache_last_time", "cache_last_channel_len")
+        torch.manual_seed(1)
+        for _ in range(6):
+            given = {"audio_signal": states(2, MEL, 4), "length": torch.tensor([4, 4])}
+            with torch.no_grad(), Promoted():
+                out, _, *cache = encoder(**given, **dict(zip(names, cache, strict=True)))
+            outs.append(out)
+    assert_near("streamed", torch.cat(outs[6:], -1), torch.cat(outs[:6], -1))
+
+
+@needs("nemo")
+def test_nemo_autocast() -> None:
+    """Under autocast, attention is computed in the dtype of the stock class."""
+    encoder, (signal, lengths) = NEMO.make(torch.float32), NEMO.arguments(PADDED)
+    given = signal.float(), lengths
+    exact, _ = NEMO.output(encoder, given)
+    with torch.autocast("cpu", torch.bfloat16):
+        stock, _ = NEMO.output(encoder, given)
+        enable(encoder)
+        ours, _ = NEMO.output(encoder, given)
+    assert ours.dtype == stock.dtype
+    assert_at_most("out", (ours - exact).norm(), 2 * (stock - exact).norm() + 2 * torch.finfo(torch.bfloat16).eps * exact.norm())
+
+
+@needs("x_transformers")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"attn_num_mem_kv": 2},
+        {"attn_pre_talking_heads": True},
+        {"attn_selective": True, "causal": True},
+        {"attn_add_zero_kv": True},
+        {"attn_use_rel_proj_pos_bias": True},
+        {"attn_flash": False, "attn_sigmoid": True},
+        {"residual_attn": True},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_x_transformers_with_other_features(settings: dict[str, Any]) -> None:
+    """With features that the operator lacks, the stock attention runs with the dense bias; so it does for weights that the model
+    uses."""
+    kind = X.but(rel_pos_bias=True, **settings)
+    model, given = kind.make(), kind.arguments(PADDED)
+    expected = kind.results(model, given)
+    kind.enable(model)
+    assert "residual_attn" in settings or not kind.output(model, given)[1]
+    assert_same(kind.results(model, given), expected)
+
+
+@needs("x_transformers")
+@pytest.mark.parametrize("bias", ["rel_pos_bias", "alibi_pos_bias", "dynamic_pos_bias", "attn_use_rel_proj_pos_bias"])
+@pytest.mark.parametrize("dense", [False, True])
+def test_x_transformers_step_by_step(bias: str, dense: bool) -> None:
+    """Decoding step by step with a cache of keys equals one call, also where stock attention adds the bias."""
+    kind = X.but(causal=True, attn_pre_talking_heads=dense, **{bias: True})
+    model, given = kind.make(), kind.arguments([9, 9])
+    cache, steps = None, []
+    with torch.no_grad(), Promoted():
+        whole = kind.call(model, *given)
+        assert kind.enable(model)
+        for stop in range(4, 10):
+            out, cache = model(given[0][:, :stop], cache=cache, return_hiddens=True)
+            steps.append(out if stop == 4 else out[:, -1:])
+    assert_near("steps", torch.cat(steps, 1), whole)
+
+
+FLEX = "nemo.collections.asr.modules.transformer_encoder"
 
 
 def dense_flex(q: Any, k: Any, v: Any, block_mask: Any = None, score_mod: Any = None) -> Any:
@@ -188,34 +274,27 @@ def dense_flex(q: Any, k: Any, v: Any, block_mask: Any = None, score_mod: Any = 
     return scores.masked_fill(~block_mask.mask_mod(batch, head, i, j), -math.inf).softmax(-1) @ v
 
 
-@pytest.mark.skipif(not is_installed("nemo"), reason="not installed: make test-libraries")
+def flex_encoder(**settings: Any) -> Any:
+    nemo()
+    sizes = {"feat_in": MEL, "d_model": 32, "n_heads": 2, "n_layers": 2, "drop_rate": 0.0, "subsampling": "stacking"}
+    return load(f"{FLEX}.TransformerEncoder")(**sizes, subsampling_factor=2, **settings)
+
+
+@needs("nemo")
 @pytest.mark.parametrize("settings", [{}, {"attn_mode": "causal", "qk_norm": True, "qkv_bias": True}], ids=["full", "causal"])
 def test_nemos_transformer_encoder(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs are FlexAttention's, gradients those of its formula; and it trains on a CPU, which the stock encoder cannot."""
-    nemo()
-    stock = importlib.import_module("nemo.collections.asr.modules.transformer_encoder")
-    sizes = {"feat_in": MEL, "d_model": 32, "n_heads": 2, "n_layers": 2, "drop_rate": 0.0, "subsampling": "stacking"}
-    torch.manual_seed(0)
-    model = varied(stock.TransformerEncoder(**sizes, subsampling_factor=2, **settings)).double().eval()
-    given = {"audio_signal": states(2, MEL, 2 * LENGTH), "length": torch.tensor([2 * LENGTH, LENGTH])}
+    """Outputs are FlexAttention's, gradients those of its formula, also on a CPU, where the stock encoder has none."""
+    kind = replace(NEMO, build=flex_encoder, settings=settings)
+    model = kind.make()
+    given = states(2, MEL, 2 * LENGTH), torch.tensor([2 * LENGTH, LENGTH])
     with torch.no_grad():
-        flex = model(**given)[0]
+        flex = kind.call(model, *given)[0]
     with pytest.raises(NotImplementedError):
-        model(**given)[0].sum().backward()
+        kind.call(model, *given)[0].sum().backward()
     with monkeypatch.context() as patch:
-        patch.setattr(stock, "flex_attention", dense_flex)
-        expected = computed(model, given)
-    assert len(enable(model)) == 3
-    ours = computed(model, given)
+        patch.setattr(f"{FLEX}.flex_attention", dense_flex)
+        expected = kind.results(model, given)
+    assert len(kind.enable(model)) == 3
+    ours = kind.results(model, given)
     assert_same(ours, expected)
     assert_near("FlexAttention", ours["out"], flex)
-    optimizer = torch.optim.SGD(model.train().parameters(), lr=1e-3)
-    losses = []
-    for _ in range(3):
-        loss = model(**given)[0].square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss))
-    assert losses[2] < losses[1] < losses[0]
-    disable(model)

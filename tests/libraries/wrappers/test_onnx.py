@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from bench.families import FAMILIES, output
-from tests.libraries.test_use import needs
+from tests.libraries.standins import needs
 from tests.tolerance import assert_at_most, dtype_tolerance
 from triton_relattn import enable
 
@@ -30,8 +30,7 @@ class LastHiddenState(nn.Module):
 
 
 def tokens(length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    ids = torch.randint(1, 50, (2, length))
-    return ids, (torch.arange(length) < torch.tensor([length, length - 5])[:, None]).long()
+    return torch.randint(1, 50, (2, length)), (torch.arange(length) < torch.tensor([[length], [length - 5]])).long()
 
 
 @needs("onnxscript")
@@ -44,13 +43,11 @@ def test_onnx_graphs_take_all_lengths(name: str, dynamo: bool, tmp_path: Path) -
     stock = LastHiddenState(model.get_encoder() if name == "t5" else model).eval()
     enabled = copy.deepcopy(stock)
     assert enable(enabled)
-    lengths = {key: {1: "length"} for key in NAMES}
-    dynamic: dict[str, Any] = {"dynamic_shapes" if dynamo else "dynamic_axes": lengths}
-    file = tmp_path / "model.onnx"
-    torch.onnx.export(enabled, tokens(24), str(file), dynamo=dynamo, input_names=list(NAMES), **dynamic)
-    session = onnxruntime.InferenceSession(str(file))
-    for length in (24, 40):
-        given = tokens(length)
+    dynamic: dict[str, Any] = {"dynamic_shapes" if dynamo else "dynamic_axes": {key: {1: "length"} for key in NAMES}}
+    file = str(tmp_path / "model.onnx")
+    torch.onnx.export(enabled, tokens(24), file, dynamo=dynamo, input_names=list(NAMES), **dynamic)
+    session = onnxruntime.InferenceSession(file)
+    for given in (tokens(24), tokens(40)):
         found = session.run(None, {key: tensor.numpy() for key, tensor in zip(NAMES, given, strict=True)})[0]
         with torch.no_grad():
             expected = stock(*given)

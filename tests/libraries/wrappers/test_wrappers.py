@@ -14,35 +14,24 @@ import pytest
 import torch
 
 from tests.cpu.models import Sizes, assert_same, computed, parts, varied
-from tests.libraries.standins import absent, bare, is_installed
+from tests.libraries.standins import absent, load, needs
 from tests.tolerance import assert_near
 from triton_relattn import disable, enable
 from triton_relattn.integrations import packing
 from triton_relattn.integrations.isolation import Promoted
 
-pytestmark = pytest.mark.skipif(
-    not (is_installed("sentence_transformers") and is_installed("transformers")), reason="not installed: make test-libraries"
-)
+pytestmark = needs("sentence_transformers", "transformers")
 T5: dict[str, Any] = {"num_layers": 2, "d_model": 16, "d_kv": 4, "num_heads": 4, "d_ff": 8, "vocab_size": 60}
-DEBERTA: dict[str, Any] = {
-    "num_hidden_layers": 2,
-    "hidden_size": 16,
-    "num_attention_heads": 2,
-    "intermediate_size": 16,
-    "vocab_size": 60,
-}
-DEBERTA |= {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_position_embeddings": 40, "position_buckets": 8}
-DEBERTA |= {"norm_rel_ebd": "layer_norm", "share_att_key": True, "position_biased_input": False, "pad_token_id": 0}
-MPNET: dict[str, Any] = {
-    "num_hidden_layers": 2,
-    "hidden_size": 16,
-    "num_attention_heads": 2,
-    "intermediate_size": 16,
-    "vocab_size": 60,
-}
+MPNET: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 60}
+MPNET |= {"hidden_size": 16, "intermediate_size": 16}
+DEBERTA = MPNET | {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_position_embeddings": 40}
+DEBERTA |= {"position_buckets": 8, "norm_rel_ebd": "layer_norm", "share_att_key": True, "position_biased_input": False}
+DEBERTA |= {"pad_token_id": 0}
+OF_DEBERTA = {"DebertaV2Encoder", "DisentangledSelfAttention"}
 WORDS = ["<pad>", "</s>", "<s>", "<unk>", "<mask>", *"abcdefghij"]
 TEXTS = ["a b c d e f g h i j a b", "j i h"]
-Run = Callable[[Any], torch.Tensor]
+Made = tuple[Any, Callable[[Any], torch.Tensor], set[str]]
+"""A model, what computes its output, and the classes that are replaced."""
 
 
 def saved(folder: Path, kind: str, sizes: dict[str, Any]) -> str:
@@ -54,18 +43,21 @@ def saved(folder: Path, kind: str, sizes: dict[str, Any]) -> str:
     tokens.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     named = {"pad_token": "<pad>", "eos_token": "</s>", "bos_token": "<s>", "cls_token": "<s>", "sep_token": "</s>"}
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokens, **named, model_max_length=32).save_pretrained(folder)
-    config = getattr(transformers, f"{kind}Config")(**sizes)
     torch.manual_seed(0)
-    getattr(transformers, f"{kind}Model")(config).save_pretrained(folder)
+    getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")(**sizes)).save_pretrained(folder)
     return str(folder)
 
 
-def sentence_transformers(folder: Path) -> tuple[Any, Run, set[str]]:
+def padded(most: int = 59, length: int = 30, real: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens of two sequences, and a mask of the real ones."""
+    return torch.randint(1, most, (2, length)), (torch.arange(length) < torch.tensor([[length], [real]])).long()
+
+
+def sentence_transformers(folder: Path) -> Made:
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.models import Pooling, Transformer
 
-    inner = Transformer(saved(folder, "MPNet", MPNET))
-    model = SentenceTransformer(modules=[inner, Pooling(16)], device="cpu")
+    model = SentenceTransformer(modules=[Transformer(saved(folder, "MPNet", MPNET)), Pooling(16)], device="cpu")
 
     def run(model: Any) -> torch.Tensor:
         given = model.tokenize(TEXTS) if hasattr(model, "tokenize") else model.preprocess(TEXTS)
@@ -74,86 +66,59 @@ def sentence_transformers(folder: Path) -> tuple[Any, Run, set[str]]:
     return model, run, {"MPNetModel", "MPNetEncoder", "MPNetSelfAttention"}
 
 
-def gliner(folder: Path) -> tuple[Any, Run, set[str]]:
+def gliner(folder: Path) -> Made:
     import transformers
     from gliner.modeling.encoder import Transformer
 
-    settings = SimpleNamespace(
-        encoder_config=transformers.DebertaV2Config(**DEBERTA),
-        vocab_size=60,
-        hidden_size=16,
-        _attn_implementation="eager",
-        fuse_layers=False,
-    )
-    model = Transformer("none", settings)  # type: ignore[arg-type]
-    tokens, mask = torch.randint(1, 59, (2, 30)), (torch.arange(30) < torch.tensor([[30], [12]])).long()
-    return model, lambda model: model(tokens, attention_mask=mask), {"DebertaV2Encoder", "DisentangledSelfAttention"}
+    settings: Any = SimpleNamespace(vocab_size=60, hidden_size=16, _attn_implementation="eager", fuse_layers=False)
+    settings.encoder_config = transformers.DebertaV2Config(**DEBERTA)
+    tokens, mask = padded()
+    return Transformer("none", settings), lambda model: model(tokens, attention_mask=mask), OF_DEBERTA
 
 
-def gliner2(folder: Path) -> tuple[Any, Run, set[str]]:
+def gliner2(folder: Path) -> Made:
     from gliner2 import Extractor, ExtractorConfig
 
     model = Extractor(ExtractorConfig(model_name=saved(folder, "DebertaV2", DEBERTA)))
-    tokens, mask = torch.randint(1, 15, (2, 30)), (torch.arange(30) < torch.tensor([[30], [12]])).long()
-
-    def run(model: Any) -> torch.Tensor:
-        return model.encoder(input_ids=tokens, attention_mask=mask).last_hidden_state  # type: ignore[no-any-return]
-
-    return model, run, {"DebertaV2Encoder", "DisentangledSelfAttention"}
+    tokens, mask = padded(15)
+    return model, lambda model: model.encoder(input_ids=tokens, attention_mask=mask).last_hidden_state, OF_DEBERTA
 
 
-def bert_score(folder: Path) -> tuple[Any, Run, set[str]]:
+def bert_score(folder: Path) -> Made:
     absent("pandas", "matplotlib", "mpl_toolkits")
-    from bert_score import BERTScorer
+    from bert_score import BERTScorer, utils
 
-    place = saved(folder, "DebertaV2", DEBERTA)
-    model = BERTScorer(model_type=place, num_layers=2, device="cpu", use_fast_tokenizer=True)
-
-    def run(model: Any) -> torch.Tensor:
-        import bert_score.utils as utils
-
-        tokens = torch.randint(1, 14, (2, 30))
-        return utils.bert_encode(model._model, tokens, torch.ones_like(tokens))  # type: ignore[no-any-return]
-
-    return model, run, {"DebertaV2Encoder", "DisentangledSelfAttention"}
+    model = BERTScorer(model_type=saved(folder, "DebertaV2", DEBERTA), num_layers=2, device="cpu", use_fast_tokenizer=True)
+    tokens, _ = padded(14)
+    return model, lambda model: utils.bert_encode(model._model, tokens, torch.ones_like(tokens)), OF_DEBERTA
 
 
-def chronos(folder: Path) -> tuple[Any, Run, set[str]]:
-    absent("pandas", "boto3")
-    bare("chronos")
-    import importlib
-
+def chronos(folder: Path) -> Made:
     import transformers
 
-    stock: Any = importlib.import_module("chronos.chronos")
-    config = stock.ChronosConfig(
-        "MeanScaleUniformBins", {"low_limit": -15, "high_limit": 15}, 37, 4, 60, 2, 0, 1, True, "seq2seq", 3, 1.0, 50, 1.0
-    )
+    absent("pandas", "boto3")
+    limits = {"low_limit": -15, "high_limit": 15}
+    sizes = ("MeanScaleUniformBins", limits, 37, 4, 60, 2, 0, 1, True, "seq2seq", 3, 1.0, 50, 1.0)
     inner = transformers.T5ForConditionalGeneration(transformers.T5Config(**T5))
-    model = stock.ChronosPipeline(tokenizer=None, model=stock.ChronosModel(config, inner))
-    tokens = torch.randint(1, 59, (2, 37))
-    mask = torch.arange(37) < torch.tensor([[37], [22]])
-    return model, lambda model: model.model.encode(tokens, mask), {"T5Attention"}
+    whole = load("chronos.chronos.ChronosModel")(load("chronos.chronos.ChronosConfig")(*sizes), inner)
+    tokens, mask = padded(59, 37, 22)
+    model = load("chronos.chronos.ChronosPipeline")(tokenizer=None, model=whole)
+    return model, lambda model: model.model.encode(tokens, mask.bool()), {"T5Attention"}
 
 
-def chronos_bolt(folder: Path) -> tuple[Any, Run, set[str]]:
-    absent("pandas", "boto3")
-    bare("chronos")
-    import importlib
-
+def chronos_bolt(folder: Path) -> Made:
     import transformers
 
-    stock: Any = importlib.import_module("chronos.chronos_bolt")
+    absent("pandas", "boto3")
     bolt: dict[str, Any] = {"context_length": 128, "prediction_length": 8, "input_patch_size": 4, "input_patch_stride": 4}
     bolt |= {"quantiles": [0.1, 0.5, 0.9], "use_reg_token": True}
     config = transformers.T5Config(**T5, chronos_config=bolt, decoder_start_token_id=0, reg_token_id=1)
-    model = stock.ChronosBoltModelForForecasting(config)
     series = torch.randn(2, 128)
+    model = load("chronos.chronos_bolt.ChronosBoltModelForForecasting")(config)
     return model, lambda model: model(context=series).quantile_preds, {"T5Attention"}
 
 
-def diffusers(folder: Path) -> tuple[Any, Run, set[str]]:
-    import transformers
+def diffusers(folder: Path) -> Made:
     from diffusers import DiffusionPipeline
 
     class Pipeline(DiffusionPipeline):  # type: ignore[misc]
@@ -161,21 +126,34 @@ def diffusers(folder: Path) -> tuple[Any, Run, set[str]]:
             super().__init__()
             self.register_modules(text_encoder=text_encoder)
 
-    model = Pipeline(transformers.T5EncoderModel(transformers.T5Config(**T5)))
-    tokens = torch.randint(1, 59, (2, 37))
-    return model, lambda model: model.text_encoder(tokens).last_hidden_state, {"T5Attention"}
+    encoder, tokens = t5()
+    return Pipeline(encoder), lambda model: model.text_encoder(tokens).last_hidden_state, {"T5Attention"}
 
 
-WRAPPERS = (sentence_transformers, gliner, gliner2, bert_score, chronos, chronos_bolt, diffusers)
+def t5() -> tuple[Any, torch.Tensor]:
+    import transformers
+
+    torch.manual_seed(0)
+    return transformers.T5EncoderModel(transformers.T5Config(**T5)).eval(), torch.randint(1, 59, (2, 37))
 
 
-@pytest.mark.parametrize("make", WRAPPERS, ids=lambda make: make.__name__)
-def test_wrappers(make: Any, tmp_path: Path) -> None:
-    model, run, replaced = make(tmp_path)
+def made(make: Callable[[Path], Made], folder: Path) -> Made:
+    """The model in float64, without zero parameters."""
+    model, run, replaced = make(folder)
     torch.manual_seed(0)
     for part in parts(model):
         varied(part).double().eval()
-    torch.manual_seed(1)
+    return model, run, replaced
+
+
+@pytest.mark.parametrize(
+    "make",
+    [sentence_transformers, gliner, gliner2, bert_score, chronos, chronos_bolt, diffusers],
+    ids=lambda make: make.__name__,
+)
+def test_models_inside_of_packages(make: Any, tmp_path: Path) -> None:
+    """Outputs and gradients are the stock model's."""
+    model, run, replaced = made(make, tmp_path)
     expected = computed(model, run)
     report = enable(model)
     assert set(report.values()) == replaced and not report.left, str(report)
@@ -192,9 +170,7 @@ def test_wrappers(make: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("make", [sentence_transformers, gliner, gliner2], ids=lambda make: make.__name__)
 def test_packed(make: Any, tmp_path: Path) -> None:
     """Their encoders leave padding out, where outputs are zero; embeddings of sentences are the same."""
-    model, run, _ = make(tmp_path)
-    for part in parts(model):
-        varied(part).double().eval()
+    model, run, _ = made(make, tmp_path)
     with torch.no_grad(), Promoted():
         expected = run(model)
         report = enable(model, packed=True)
@@ -204,13 +180,6 @@ def test_packed(make: Any, tmp_path: Path) -> None:
     real = (out != 0).any(-1, keepdim=True)
     assert make in (gliner, gliner2) or real.all()
     assert_near("out", out, expected * real)
-
-
-def t5() -> tuple[Any, torch.Tensor]:
-    import transformers
-
-    torch.manual_seed(0)
-    return transformers.T5EncoderModel(transformers.T5Config(**T5)).eval(), torch.randint(1, 59, (2, 37))
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -245,10 +214,3 @@ def test_offloading_of_accelerate() -> None:
     accelerate.cpu_offload(hooked, execution_device="cpu")
     assert enable(hooked) and "forward" in vars(hooked.encoder.block[0].layer[0].SelfAttention.q)
     assert_near("the enabled model", hooked(tokens).last_hidden_state, expected)
-
-
-def test_compiled() -> None:
-    model, tokens = t5()
-    expected = model(tokens).last_hidden_state
-    enable(model)
-    assert_near("the enabled model", torch.compile(model, backend="aot_eager")(tokens).last_hidden_state, expected)
