@@ -79,14 +79,16 @@ def results(subject: Subject) -> Found:
         return run(sample, {**sample.call(), "implementation": "triton"})
 
 
-@pytest.mark.parametrize("subject", SAMPLE, ids=str)
-def test_sample(subject: Subject) -> None:
-    check(subject.sample(), subject.way())
+ALL = [
+    *SAMPLE,
+    *(pytest.param(subject, marks=pytest.mark.thorough) for subject in FIXED),
+    *(pytest.param(subject, marks=pytest.mark.slow) for subject in (*drawn(), *random_calls())),
+]
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("subject", FIXED, ids=str)
-def test_fixed_calls(subject: Subject) -> None:
+@pytest.mark.parametrize("subject", ALL, ids=str)
+def test_call(subject: Subject) -> None:
+    """All results are right, and the emulator finds nothing."""
     check(subject.sample(), subject.way())
 
 
@@ -158,12 +160,6 @@ def test_triton_needs_aligned_operands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward, "with_aligned_operands", lambda plan, tensors: tensors)
     with pytest.raises(AssertionError, match="wgmma reads what no proxy fence covers"):
         check(STRIDED_KEYS.sample(), STRIDED_KEYS.way())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("subject", [*drawn(), *random_calls()], ids=str)
-def test_call(subject: Subject) -> None:
-    check(subject.sample(), subject.way())
 
 
 @pytest.mark.slow

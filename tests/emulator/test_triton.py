@@ -22,81 +22,54 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> to
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def assert_clean(launches: list[Emulated]) -> None:
-    """Assert that all launches finished without findings."""
-    assert launches
-    for launch in launches:
-        assert launch.report.finished and not launch.report.errors, launch.report.errors
+def integers(low: int, high: int, *shape: int) -> torch.Tensor:
+    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(0)).int()
 
 
-def operations(launches: list[Emulated], *opcodes: str) -> list[bool]:
-    """Whether the PTX has these instructions, so that the test covers them."""
-    return [any(opcode in launch.ptx for launch in launches) for opcode in opcodes]
+def launch(target: str, kernel: Any, grid: tuple[int, ...], *tensors: Any, seed: int = 0, **options: Any) -> Emulated:
+    """Run a kernel, which ends without findings."""
+    with emulated(target, seed) as launches:
+        kernel[grid](*tensors, **options)
+    (found,) = launches
+    assert found.report.finished and not found.report.errors, found.report.errors
+    return found
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_add(target: str) -> None:
-    """Predicated vector loads and stores, with a partial last program."""
+def test_vectors_and_reductions(target: str) -> None:
+    """Predicated loads and stores with a partial last program; reductions within and between warps."""
     x, y, z = normal(1000), normal(1000, seed=1), torch.full((1000,), torch.nan)
-    with emulated(target) as launches:
-        small.add[(4,)](x, y, z, 1000, BLOCK=256)
-    assert_clean(launches)
-    assert torch.equal(z, x + y) and launches[0].grid == (4, 1, 1)
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_softmax(target: str) -> None:
-    """Reductions within and between warps."""
+    assert launch(target, small.add, (4,), x, y, z, 1000, BLOCK=256).grid == (4, 1, 1)
+    assert torch.equal(z, x + y)
     x, y = normal(5, 300), torch.full((5, 300), torch.nan)
-    with emulated(target) as launches:
-        small.softmax[(5,)](x, y, 300, 300, BLOCK=512)
-    assert_clean(launches)
+    launch(target, small.softmax, (5,), x, y, 300, 300, BLOCK=512)
     assert_near("y", y, x.softmax(1))
 
 
 @pytest.mark.parametrize("target", KINDS)
-def test_gather(target: str) -> None:
-    """Shuffles by index."""
-    x = normal(64, 32, dtype=torch.float16)
-    index = torch.randint(0, 32, (64, 32), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+def test_moves(target: str) -> None:
+    """Shuffles by index; a transpose through shared memory."""
+    x, index = normal(64, 32, dtype=torch.float16), integers(0, 32, 64, 32)
     y = torch.zeros_like(x)
-    with emulated(target) as launches:
-        small.gather[(1,)](x, index, y, M=64, N=32)
-    assert_clean(launches)
+    launch(target, small.gather, (1,), x, index, y, M=64, N=32)
     assert torch.equal(y, x.gather(1, index.long()))
+    x, y = normal(64, 128, dtype=torch.bfloat16), torch.zeros(128, 64, dtype=torch.bfloat16)
+    launch(target, small.transpose, (1,), x, y, M=64, N=128)
+    assert torch.equal(y, x.T)
 
 
 @pytest.mark.parametrize("target", KINDS)
 def test_integers(target: str) -> None:
     """Division, shifts, high products, 64 bits, a reduction and a scan."""
-    generator = torch.Generator().manual_seed(0)
-    a = torch.randint(-(2**31), 2**31, (256,), generator=generator).int()
-    b = torch.randint(1, 999, (256,), generator=generator).int() * (
-        1 - 2 * torch.randint(0, 2, (256,), generator=generator).int()
-    )
+    a, b = integers(-(2**31), 2**31, 256), integers(-998, 998, 256) | 1
     z = torch.zeros_like(a)
-    with emulated(target) as launches:
-        small.integers[(1,)](a, b, z, 1000, BLOCK=256)
-    assert_clean(launches)
-    wide_a, wide_b = a.long(), b.long()
-    high = ((wide_a % 2**32) * (wide_b % 2**32 // 2**16) // 2**16 + 0).new_tensor(
-        [(int(p) % 2**32) * (int(q) % 2**32) >> 32 for p, q in zip(a, b, strict=True)]
-    )
-    quotient = torch.div(wide_a, wide_b, rounding_mode="trunc")
-    bits = quotient ^ torch.fmod(wide_a, wide_b) ^ (wide_a >> 3) ^ (wide_b << 2) ^ (wide_a * wide_b) ^ high
-    chosen = torch.where((wide_a * wide_b) >> 20 > 1000, bits, torch.minimum(wide_a, wide_b))
-    expected = chosen + wide_a.clamp_min(3).sum() + wide_b.cumsum(0)
-    assert torch.equal(z, ((expected + 2**31) % 2**32 - 2**31).int())
-
-
-@pytest.mark.parametrize("target", KINDS)
-def test_transpose(target: str) -> None:
-    """Through shared memory."""
-    x, y = normal(64, 128, dtype=torch.bfloat16), torch.zeros(128, 64, dtype=torch.bfloat16)
-    with emulated(target) as launches:
-        small.transpose[(1,)](x, y, M=64, N=128)
-    assert_clean(launches)
-    assert torch.equal(y, x.T)
+    launch(target, small.integers, (1,), a, b, z, 1000, BLOCK=256)
+    a, b = a.long(), b.long()
+    product, quotient = a * b, torch.div(a, b, rounding_mode="trunc")
+    high = (a % 2**32) * (b % 2**32) >> 32
+    bits = quotient ^ torch.fmod(a, b) ^ (a >> 3) ^ (b << 2) ^ product ^ high
+    chosen = torch.where(product >> 20 > 1000, bits, torch.minimum(a, b))
+    assert torch.equal(z, (chosen + a.clamp_min(3).sum() + b.cumsum(0)).int())
 
 
 TF32 = 2.0**-10
@@ -112,85 +85,48 @@ MATMULS = [
 ]
 
 
-def check_matmul(target: str, dtype: torch.dtype, precision: str, transposed: bool, *tile: int) -> list[Emulated]:
-    """Multiply matrices whose sizes do not fill blocks; with one stage, also with unaligned rows."""
-    block_m, block_n, block_k, warps, stages = tile
-    m, n, k = (130, 144, 176) if stages > 1 else (130, 135, 165)
-    a, b, c = (
-        normal(m, k, dtype=dtype),
-        normal(*((n, k) if transposed else (k, n)), dtype=dtype, seed=1),
-        torch.full((m, n), torch.nan),
-    )
-    options: dict[str, Any] = {"num_warps": warps, "num_stages": stages}
-    with emulated(target) as launches:
-        small.matmul[(-(-m // block_m), -(-n // block_n))](
-            *(a, b, c, m, n, k, k, b.shape[1], n, transposed, precision, block_m, block_n, block_k), **options
-        )
-    assert_clean(launches)
-    product = a.double() @ (b.T if transposed else b).double()
-    # TF32 truncates both operands of each product by up to one unit. Otherwise float32 sums of exact products.
-    unit = TF32 if precision == "tf32" else 2 * torch.finfo(torch.float32).eps
-    allowance = 2 * unit * (a.double().abs() @ (b.T if transposed else b).double().abs())
-    assert_at_most("product", (c - product).abs(), allowance)
-    return launches
-
-
 @has_fences
 @pytest.mark.parametrize("arguments", MATMULS, ids=str)
 @pytest.mark.parametrize("target", KINDS)
 def test_matmul(target: str, arguments: tuple[Any, ...]) -> None:
-    """Products by mma.sync, wgmma with swizzles of 128, 64 and 32 bytes, and without matrix units; pipelined or not."""
-    launches = check_matmul(target, *arguments)
-    if arguments[1] == "ieee" and arguments[0] == torch.float32:
-        assert operations(launches, "mma") == [False]
+    """Products by mma.sync, wgmma with swizzles of 128, 64 and 32 bytes, and without matrix units; pipelined or not; of matrices
+    whose sizes do not fill blocks; with one stage, also with unaligned rows."""
+    dtype, precision, transposed, block_m, block_n, block_k, warps, stages = arguments
+    m, n, k = (130, 144, 176) if stages > 1 else (130, 135, 165)
+    a, b = normal(m, k, dtype=dtype), normal(*((n, k) if transposed else (k, n)), dtype=dtype, seed=1)
+    c, grid = torch.full((m, n), torch.nan), (-(-m // block_m), -(-n // block_n))
+    given = (a, b, c, m, n, k, k, b.shape[1], n, transposed, precision, block_m, block_n, block_k)
+    ptx = launch(target, small.matmul, grid, *given, num_warps=warps, num_stages=stages).ptx
+    left, right = a.double(), (b.T if transposed else b).double()
+    # TF32 truncates both operands of each product by up to one unit. Otherwise float32 sums of exact products.
+    unit = TF32 if precision == "tf32" else 2 * torch.finfo(torch.float32).eps
+    assert_at_most("product", (c - left @ right).abs(), 2 * unit * (left.abs() @ right.abs()))
+    has = {opcode: opcode in ptx for opcode in ("wgmma.mma_async", "fence.proxy.async", "mma.sync", "cp.async")}
+    if precision == "ieee" and dtype == torch.float32:
+        assert "mma" not in ptx
     elif target == "sm_90":
-        assert operations(launches, "wgmma.mma_async", "fence.proxy.async", "mma.sync") == [True, True, False]
+        assert has["wgmma.mma_async"] and has["fence.proxy.async"] and not has["mma.sync"]
     else:
-        assert operations(launches, "mma.sync", "cp.async", "wgmma") == [True, arguments[-1] > 1, False]
+        assert has["mma.sync"] and has["cp.async"] == (stages > 1) and "wgmma" not in ptx
+
+
+ATTENTION = (("sm_80", "bfloat16"), ("sm_80", "float32"), ("sm_90", "float16"), ("sm_90", "float32"), ("sm_120", "float16"))
 
 
 @has_fences
-@pytest.mark.parametrize(
-    ("target", "dtype"),
-    [
-        ("sm_80", torch.bfloat16),
-        ("sm_80", torch.float32),
-        ("sm_90", torch.float16),
-        ("sm_90", torch.float32),
-        ("sm_120", torch.float16),
-    ],
-    ids=str,
-)
-def test_attention(target: str, dtype: torch.dtype) -> None:
-    """Two products in a loop, the second with a left matrix in registers."""
-    width, length = 64, 200
-    q, k, v = (
-        normal(length, width, dtype=dtype) * 0.2,
-        normal(length, width, dtype=dtype, seed=1),
-        normal(length, width, dtype=dtype, seed=2),
-    )
-    o = torch.full((length, width), torch.nan, dtype=dtype)
-    with emulated(target) as launches:
-        small.attention[(4,)](q, k, v, o, length, D=width, BLOCK_M=64, BLOCK_N=64, num_stages=2)
-    assert_clean(launches)
+@pytest.mark.parametrize(("target", "name"), ATTENTION)
+def test_attention(target: str, name: str) -> None:
+    """Two products in a loop, the second with a left matrix in registers: the same bits for any order of warps."""
+    width, length, dtype = 64, 200, getattr(torch, name)
+    q, k, v = (normal(length, width, dtype=dtype, seed=seed) * (0.2 if seed == 0 else 1) for seed in range(3))
+    outs = [torch.full((length, width), torch.nan, dtype=dtype) for _ in range(3)]
+    for seed, out in enumerate(outs):
+        launch(target, small.attention, (4,), q, k, v, out, length, seed=seed, D=width, BLOCK_M=64, BLOCK_N=64, num_stages=2)
     probs = ((q.double() @ k.double().T) * 0.6931471805599453).softmax(1)
     unit = torch.finfo(dtype).eps if dtype != torch.float32 else TF32  # the default
     # One unit of the largest value each for P, V in TF32, out, and the sum.
-    assert_at_most("out", (o - probs @ v.double()).abs(), 4 * unit * v.double().abs().max())
-
-
-@has_fences
-@pytest.mark.parametrize("target", KINDS)
-def test_the_order_of_warps_changes_nothing(target: str) -> None:
-    """The results have the same bits for any order of warps."""
-    results = []
-    for seed in range(4):
-        q, o = normal(128, 64, dtype=torch.float16), torch.zeros(128, 64, dtype=torch.float16)
-        with emulated(target, seed) as launches:
-            small.attention[(2,)](q, q, q, o, 128, D=64, BLOCK_M=64, BLOCK_N=64, num_stages=2)
-        assert_clean(launches)
-        results.append(o)
-    assert all(torch.equal(results[0], other) for other in results)
+    assert_at_most("out", (outs[0] - probs @ v.double()).abs(), 4 * unit * v.double().abs().max())
+    assert all(torch.equal(outs[0], other) for other in outs[1:])
 
 
 @has_fences
@@ -213,12 +149,11 @@ def test_other_targets_are_refused() -> None:
 
 def test_kernels_without_machine_code_stay_apart() -> None:
     """A kernel compiled to PTX only is not reused, from memory or disk, where machine code is needed."""
-    x = normal(256)
-    sizes = []
+    x, sizes = normal(256), []
     for assembled in (False, True, False, True):
         with recorded_launches("sm_80", assembled=assembled) as launches:
-            small.add[(1,)](x, x, x.clone(), 256, BLOCK=64)
-            small.add[(1,)](x, x, x.clone(), 256, BLOCK=64)
+            for _ in range(2):
+                small.add[(1,)](x, x, x.clone(), 256, BLOCK=64)
         assert launches[0].kernel is launches[1].kernel and launches[0].kernel.asm["ptx"]
         sizes.append(len(launches[0].kernel.asm["cubin"]))
     assert sizes[:2] == sizes[2:] and sizes[1] > 0

@@ -64,7 +64,8 @@ class Emulator(Way):
             return self.tiles.get(kernel) or select(tables, kernel, *call)
 
         with pytest.MonkeyPatch.context() as patch, selected_for(self.target), emulated(self.target, self.seed) as launches:
-            patch.setattr(_implementations, "choose_implementation", lambda *_: _implementations.TRITON)
+            for module in ("_implementations", "grids"):
+                patch.setattr(f"triton_relattn.{module}.choose_implementation", lambda *_: _implementations.TRITON)
             without_plans(patch)
             patch.setattr(Tables, "select", selected)
             torch.set_float32_matmul_precision("high" if self.is_tf32 else "highest")
