@@ -75,7 +75,8 @@ compile-newest: setup ## every kernel compiles with the newest triton, too (700 
 	$(BIN)/pip install --quiet --no-deps --upgrade --target .triton-newest $(shell grep ^triton== constraints-newest.txt)
 	PYTHONPATH=.triton-newest $(PYTEST) $(COMPILED) -m $(QUICK)
 
-ROTATIONS := $(addprefix tests/compile/test_instructions.py::test_rotations_of_the_,forward_stay_in_registers backward_stay_in_registers)
+ROTATIONS := $(addprefix tests/compile/test_instructions.py::test_,$(addsuffix _in_registers,rotations_of_the_forward_stay rotations_of_the_backward_stay) \
+	a_gather_uses_shared_memory)
 COMPILED := $(addprefix tests/compile/test_,features.py plans.py grids.py stub_gpu.py) $(ROTATIONS) \
 	tests/compile/test_instructions.py::test_products_run_side_by_side_and_registers_suffice
 
