@@ -42,18 +42,15 @@ def long(width: int, table: str, **changes: Any) -> Sample:
 
 def everything(outside: str, width: int = 40, packed: bool = False, **changes: Any) -> Sample:
     """A call with all tensors and scalars of padded or packed batches."""
-    sizes: dict[str, Any] = {"batch": 3, "num_keys": 400, "group": 2, "width": width, "value_width": width + 8}
-    sizes |= {"rel_width": width // 2, "integers": "int32", "query_offset": (0, 0, 0)}
-    tables: dict[str, Any] = {"tables": TABLES, "per_head": ("rel_key", "rel_p2c"), "positions": (-16, 16, outside)}
-    features: dict[str, Any] = {
-        "window_size": (90, 50),
-        "dropout_p": 0.1,
-        "softcap": 30.0,
-        "rel_scale": 0.3,
-        "float32_bias": True,
-    }
-    kind = {"mask": "float32", "mask_shape": (400,), "key_lengths": (0, 0, 0)}
-    return call(300, **sizes, **tables, **features, **({"sequences": ((300, 400),) * 3} if packed else kind), **changes)
+    fields: dict[str, Any] = {"batch": 3, "num_keys": 400, "group": 2, "width": width, "value_width": width + 8}
+    fields |= {"rel_width": width // 2, "integers": "int32", "query_offset": (0, 0, 0), "float32_bias": True}
+    fields |= {"tables": TABLES, "per_head": ("rel_key", "rel_p2c"), "positions": (-16, 16, outside)}
+    fields |= {"window_size": (90, 50), "dropout_p": 0.1, "softcap": 30.0, "rel_scale": 0.3}
+    if packed:
+        fields["sequences"] = ((300, 400),) * 3
+    else:
+        fields |= {"mask": "float32", "mask_shape": (400,), "key_lengths": (0, 0, 0)}
+    return call(300, **fields | changes)
 
 
 @pytest.mark.parametrize(
