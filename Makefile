@@ -75,8 +75,10 @@ compile-newest: setup ## every kernel compiles with the newest triton, too (700 
 	$(BIN)/pip install --quiet --no-deps --upgrade --target .triton-newest $(shell grep ^triton== constraints-newest.txt)
 	PYTHONPATH=.triton-newest $(PYTEST) $(COMPILED) -m $(QUICK)
 
-COMPILED := tests/compile/test_features.py tests/compile/test_plans.py tests/compile/test_grids.py tests/compile/test_rotations.py tests/compile/test_products.py \
-	tests/compile/test_stub_gpu.py
+ROTATIONS := $(addprefix tests/compile/test_instructions.py::test_,$(addsuffix _in_registers,rotations_of_the_forward_stay rotations_of_the_backward_stay) \
+	a_gather_uses_shared_memory)
+COMPILED := $(addprefix tests/compile/test_,features.py plans.py grids.py stub_gpu.py) $(ROTATIONS) \
+	tests/compile/test_instructions.py::test_products_run_side_by_side_and_registers_suffice
 
 # The families of transformers with the oldest version that is supported.
 models-oldest: setup ## the models of transformers with its oldest supported version (50 MB)
@@ -105,7 +107,7 @@ test-libraries: .venv-libraries/installed ## classes of other libraries, enabled
 
 # Imports; every kernel compiled, with every feature; rotations in registers; the operator and random calls in the interpreter.
 smoke: setup ## imports, compiled kernels, some calls: for another version of triton
-	$(PYTEST) tests/cpu/test_imports.py tests/compile/test_features.py tests/compile/test_rotations.py
+	$(PYTEST) tests/cpu/test_imports.py tests/compile/test_features.py $(ROTATIONS)
 	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter/test_ops.py tests/interpreter/test_tiles.py::test_tables \
 		tests/operator/test_draws.py
 

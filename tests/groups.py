@@ -13,7 +13,7 @@ def flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, value in arguments.items():
         if is_group(name, value):
-            result |= {PREFIXES[name] + field: member for field, member in zip(value._fields, value, strict=True)}
+            result |= {PREFIXES[name] + field: member for field, member in value._asdict().items()}
         else:
             result[name] = value
     return result
@@ -33,14 +33,3 @@ def grouped(arguments: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[st
 
 def is_group(name: str, value: Any) -> bool:
     return name in PREFIXES and hasattr(value, "_fields")
-
-
-def flat_types(arguments: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the types of arguments, which are grouped like these, by flat names."""
-    result: dict[str, Any] = {}
-    for name, kinds in types.items():
-        if is_group(name, arguments[name]):
-            result |= {PREFIXES[name] + field: kind for field, kind in zip(arguments[name]._fields, kinds, strict=True)}
-        else:
-            result[name] = kinds
-    return result

@@ -1,41 +1,42 @@
-"""Launches by the public functions on GPUs that this machine lacks, for calls drawn from a seed.
+"""Launches of public functions on GPUs that this machine lacks: arguments, grids, configurations, memory, and what is compiled.
 
-The real host code runs, from validation to the specialisation of the kernels' arguments. The tests check grids, dtypes, strides,
-offsets beyond 32 bits, and configurations.
+The real host code runs, from validation to the specialisation of the kernels' arguments.
 """
 
 from __future__ import annotations
 
-import os
+import importlib
+import pkgutil
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from triton.runtime.driver import driver
+import triton.language as tl
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import JITFunction
 
 from bench.compiled import recorded_launches
+from tests.compile.calls import Call, call, call_of, compiled_launches, unwritten
 from tests.draws import compiled
 from tests.draws import drawn as drawn_sample
-from tests.groups import flat, flat_types
-from triton_relattn import _implementations as implementations
-from triton_relattn import fused_relative_attention, fused_relative_attention_varlen
-from triton_relattn._core.spec import DIFFERENTIABLE
+from tests.expected import INPUTS, TABLES
+from tests.groups import flat
+from tests.samples import Sample
+from triton_relattn import kernels
+from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.call import Shape, TileConstants
 from triton_relattn.kernels.config.tile_config import TileConfig
+from triton_relattn.kernels.forward import forward
 from triton_relattn.kernels.workspace import planning
 from triton_relattn.kernels.workspace.stored import Layout
 from triton_relattn.testing import Inputs
 
 TARGETS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 CALLS = 320
-TABLES = ("rel_key", "rel_value", "rel_bias", "rel_p2c")
-POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.bool: "*u1"}
 BUFFERS = {"lses", "softmax_stats", "d_lses", "deltas", "far_keys", "far_scores", "far_values", "table_parts"}
 BUFFERS |= {"parts", "part_statistics"}
 BUFFERS |= {"end_rows", "end_rel_key", "end_rel_bias", "end_rel_value"}
@@ -43,66 +44,26 @@ WORKSPACE = {"ds", "stored_probs", "stored"}
 PARTIAL_SUMS = {"d_rows", "d_biases", "d_rel_p2c"}
 
 
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> None:
-    """Disabled: results may be large, and nothing is written to them."""
-
-
-@dataclass
-class Call:
-    """A call of one of the public functions, and the inputs with gradients."""
-
-    tensors: dict[str, torch.Tensor]
-    arguments: dict[str, Any]
-    d_out: torch.Tensor
-    d_lse: torch.Tensor
-    wanted: frozenset[str] = frozenset(DIFFERENTIABLE)
-    precision: str = "highest"
-    limit: int | None = None  # of the workspace in bytes, None: the default
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensors["query"].dtype
-
-    def launches(self, target: str) -> list[Recorded]:
-        """Run the call and its backward, and return its launches on a GPU."""
-        function: Any = fused_relative_attention_varlen if "cu_seqlens_q" in self.arguments else fused_relative_attention
-        wanted = [tensor.requires_grad_() for name, tensor in sorted(self.tensors.items()) if name in self.wanted]
-        environment = {} if self.limit is None else {planning.VARIABLE: str(self.limit)}
-        precision = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision(self.precision)
-        try:
-            with recorded(target) as launches, mock.patch.dict(os.environ, environment):
-                out_and_lse = function(**self.tensors, **self.arguments, return_lse=True)
-                if wanted:
-                    torch.autograd.grad(out_and_lse, wanted, (self.d_out, self.d_lse))
-        finally:
-            torch.set_float32_matmul_precision(precision)
-        return launches
-
-
 @dataclass(eq=False)
 class Recorded:
-    """A launch as Triton would specialise it."""
+    """A launch; arguments: members of groups under their own names; options: of Triton, warps among them."""
 
     name: str
     grid: tuple[int, ...]
     arguments: dict[str, Any]
-    signature: dict[str, Any]
     constants: list[Any]
-    num_warps: int
-    num_stages: int
-    max_registers: int | None
+    options: dict[str, Any]
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
 
     @property
     def tile(self) -> TileConfig:
-        tile = self["TILE"]
-        assert tile.warps == self.num_warps and (tile.carry is None or self.name in ("forward", "dq"))
+        tile, options = self["TILE"], self.options
+        assert tile.warps == options["num_warps"] and (tile.carry is None or self.name in ("forward", "dq"))
         carry = tile.carry if self.name in ("forward", "dq") else "scores"
-        return TileConfig(tile.block_m, tile.block_n, tile.warps, self.num_stages, carry, tile.rotation, self.max_registers)
+        stages, most_registers = options["num_stages"], options.get("maxnreg")
+        return TileConfig(tile.block_m, tile.block_n, tile.warps, stages, carry, tile.rotation, most_registers)
 
     def strided(self) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...]]]:
         """The tensors that are addressed by strides."""
@@ -111,41 +72,19 @@ class Recorded:
                 yield name, *argument
 
 
-@contextmanager
-def recorded(target: str) -> Iterator[list[Recorded]]:
-    """Record the launches of public functions on the target, without compiling kernels."""
+def launched(target: str, call: Call) -> list[Recorded]:
+    """Run the call and its backward without compiling kernels, and return the launches."""
     launches: list[Recorded] = []
 
-    def record(kernel: JITFunction, *args: Any, grid: tuple[int, ...], warmup: bool, **kwargs: Any) -> None:
-        *_, backend, binder = kernel.device_caches[driver.active.get_current_device()]
-        bound, specialization, options = binder(*args, **kwargs)
-        options, signature, constants, _ = kernel._pack_args(backend, kwargs, bound, specialization, options)
-        name = kernel.__name__.removesuffix("_kernel")
-        launch = Recorded(
-            name,
-            grid,
-            flat(bound),
-            flat_types(bound, signature),
-            list(constants.values()),
-            num_warps=options.num_warps,
-            num_stages=options.num_stages,
-            max_registers=getattr(options, "maxnreg", None),
-        )
-        launches.append(launch)
+    def record(kernel: JITFunction, *args: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> None:
+        given = dict(zip(kernel.arg_names, args, strict=True))
+        constants = [given[parameter.name] for parameter in kernel.params if parameter.is_constexpr]
+        launches.append(Recorded(kernel.__name__.removesuffix("_kernel"), grid, flat(given), constants, options))
 
     with recorded_launches(target), pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", record)
-        patch.setattr(implementations, "choose_implementation", lambda *_: implementations.TRITON)
-        yield launches
-
-
-def unwritten(tensor: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-    """A CPU tensor with this shape and strides in untouched memory; its dimension dim spans 2**31 elements."""
-    strides = list(tensor.stride())
-    if dim is not None and tensor.shape[dim] > 1:
-        strides[dim] = 2**31 // (tensor.shape[dim] - 1) + 1
-    length = 1 + sum(max(size - 1, 0) * stride for size, stride in zip(tensor.shape, strides, strict=True))
-    return torch.empty(length, dtype=tensor.dtype).as_strided(tensor.shape, strides)
+        call.run()
+    return launches
 
 
 def without_elements(choose: random.Random, inputs: Inputs, arguments: dict[str, Any]) -> tuple[Inputs, dict[str, Any]]:
@@ -160,35 +99,27 @@ def without_elements(choose: random.Random, inputs: Inputs, arguments: dict[str,
     return inputs._replace(**emptied), arguments
 
 
-def drawn(seed: int) -> Call:
-    """A call of any shape, dtype, table, features and gradients, as large as those of models."""
+def drawn(seed: int) -> tuple[Call, str, int | None]:
+    """A call of any shape, dtype, table, features and gradients, as large as those of models; float32's precision; and the limit
+    of the workspace in bytes, or None."""
     choose = random.Random(seed)
     packed = choose.random() < 0.35
     dtype = choose.choice((torch.bfloat16, torch.bfloat16, torch.float16, torch.float16, torch.float32))
     limits = compiled(dtype)._replace(widths=(8, 16, 40, 64, 80, 128, 256), longest=choose.choice((200, 1100, 4100)))
-    inputs, arguments = drawn_sample(seed, limits, is_packed=packed).inputs(is_meta=True)
+    sample = drawn_sample(seed, limits, is_packed=packed)
+    inputs, arguments = sample.inputs(is_meta=True)
     if not packed and choose.random() < 0.1:
         inputs, arguments = without_elements(choose, inputs, arguments)
-    tensors = {
-        name: unwritten(tensor, choose.randrange(tensor.dim()) if choose.random() < 0.15 else None)
-        for name, tensor in inputs._asdict().items()
-        if tensor is not None
-    }
-    if "attn_mask" in arguments:
-        arguments["attn_mask"] = unwritten(arguments["attn_mask"])
-    some = frozenset(name for name in DIFFERENTIABLE if choose.random() < 0.4)
-    call = Call(
-        {name: tensor for name, tensor in tensors.items() if name in DIFFERENTIABLE},
-        arguments,
-        tensors["d_out"],
-        tensors["d_lse"],
-        frozenset(DIFFERENTIABLE) if choose.random() < 0.3 else some,
-        choose.choice(("highest", "high")),
-    )
-    pairs = tensors["query"][..., 0].numel() * (arguments["max_seqlen_k"] if packed else tensors["key"].shape[2])
-    fraction = choose.choice((None, None, 2, 5, 30))
-    call.limit = None if fraction is None else 2 * pairs // fraction
-    return call
+
+    def spread(tensor: torch.Tensor) -> torch.Tensor:
+        return unwritten(tensor, choose.randrange(tensor.dim()) if choose.random() < 0.15 else None)
+
+    call = call_of(sample, spread, (inputs, arguments))
+    some = frozenset(name for name in INPUTS if choose.random() < 0.4)
+    call.wanted = call.wanted if choose.random() < 0.3 else some
+    precision, fraction = choose.choice(("highest", "high")), choose.choice((None, None, 2, 5, 30))
+    pairs = inputs.query[..., 0].numel() * (arguments["max_seqlen_k"] if packed else inputs.key.shape[2])
+    return call, precision, None if fraction is None else 2 * pairs // fraction
 
 
 def check_grid(target: str, launch: Recorded) -> None:
@@ -200,10 +131,10 @@ def check_grid(target: str, launch: Recorded) -> None:
     if target.startswith("sm_"):
         assert x < 2**31 and max(y, z) <= 65_535, launch.grid
     else:
-        assert x * launch.num_warps * 64 < 2**32 and max(y, z) <= 65_535, launch.grid
+        assert x * launch.options.get("num_warps", 4) * 64 < 2**32 and max(y, z) <= 65_535, launch.grid
 
 
-def check_workspace(call: Call, launches: list[Recorded]) -> None:
+def check_workspace(call: Call, limit: int | None, launches: list[Recorded]) -> None:
     """Assert that the workspace obeys its limit, or is one block of keys of a head, and is addressed in 32 bits."""
     for launch in launches:
         stored = launch["ds"] or launch["stored_probs"] if launch.name == "dkv" else None
@@ -213,7 +144,7 @@ def check_workspace(call: Call, launches: list[Recorded]) -> None:
         assert rows * columns <= 2**30
         size = items * rows * columns * stored[0].element_size() * (1 + ("rel_value" in call.tensors))
         smallest = launch["SHAPE"].group, launch["TILE"].block_n
-        assert call.limit is None or size <= call.limit or (items, columns) == smallest
+        assert limit is None or size <= limit or (items, columns) == smallest
 
 
 def is_sum(launch: Recorded) -> bool:
@@ -221,9 +152,8 @@ def is_sum(launch: Recorded) -> bool:
     return launch["ADDS"] or launch["TILE"].coverage != "full"
 
 
-def check_arguments(call: Call, launch: Recorded) -> None:
+def check_arguments(dtype: torch.dtype, launch: Recorded) -> None:
     """Assert dtypes, strides and constants as the kernel expects them, and 64-bit offsets where 32 bits overflow."""
-    dtype = call.dtype
     if launch.name == "table_gradient":
         check_table_gradient(launch)
         return
@@ -235,13 +165,10 @@ def check_arguments(call: Call, launch: Recorded) -> None:
     is_clamped = has_tile and launch["TILE"].coverage == "clamp"
     wide_index = not has_tile or launch["SHAPE"].wide_index
     for name, tensor, strides in launch.strided():
-        pointer, types = launch.signature[name]
         added = len(strides) - tensor.dim()  # dimensions that tables lack: batch entries, or also heads
         shape = (1,) * added + tensor.shape
-        assert strides == (0,) * added + tensor.stride() and len(types) == len(strides), name
+        assert strides == (0,) * added + tensor.stride(), name
         assert added == 0 or name in TABLES, name
-        for stride, kind in zip(strides, types, strict=True):
-            assert kind == ("constexpr" if stride == 1 else "i32" if stride < 2**31 else "i64"), (name, strides, types)
         if name in BUFFERS | PARTIAL_SUMS:
             assert tensor.is_contiguous(), name
             is_gradient = name in PARTIAL_SUMS and tensor.shape[0] == 1 and not launch["ADDS"]
@@ -252,7 +179,6 @@ def check_arguments(call: Call, launch: Recorded) -> None:
             assert tensor.dtype == torch.float32
         elif name not in ("rel_bias", "attn_mask", "mask"):
             assert tensor.dtype == dtype and (name not in WORKSPACE or tensor.is_contiguous()), name
-        assert pointer == POINTERS[tensor.dtype], name
         if name == "rel_bias":  # read by rows, in 32 bits
             assert (shape[-1] - 1) * strides[-1] < 2**31
         elif len(shape) == 4 and name not in BUFFERS | {"attn_mask", "mask"}:
@@ -260,13 +186,10 @@ def check_arguments(call: Call, launch: Recorded) -> None:
             rows = shape[2] if is_whole else min(step * blocks if name in query_tensors else blocks, shape[2])
             offset = (rows - 1) * strides[2] + (shape[3] - 1) * strides[3]
             assert wide_index or offset < 2**31, (name, offset)
-    for name, value in launch.arguments.items():
-        if type(value) is int and launch.signature[name] != "constexpr":
-            assert launch.signature[name] == "i32" and abs(value) < 2**31, name
+    assert all(abs(value) < 2**31 for value in launch.arguments.values() if type(value) is int), launch.arguments
     if "sequences" in launch.arguments:
         for argument in (launch["scaling"], launch["sequences"], launch["window"]):
             assert all(value is None or type(value) in (int, float, torch.Tensor) for value in argument), argument
-        assert set(launch.signature["scaling"]) <= {"fp32", "constexpr"}
         assert all(tensor.is_contiguous() for tensor in launch["sequences"] if isinstance(tensor, torch.Tensor))
     constants = {int, str, bool, type(None), Shape, TileConstants, Layout}
     assert {type(value) for value in launch.constants} <= constants, launch.constants
@@ -286,13 +209,13 @@ def check_table_gradient(launch: Recorded) -> None:
             assert (launch[count] - 1) * step + (heads - 1) * of_head + length == tensor.numel()
 
 
-def check(target: str, call: Call) -> list[Recorded]:
+def check(target: str, call: Call, limit: int | None = None) -> list[Recorded]:
     """Check and return the launches of a call."""
-    launches = call.launches(target)
-    check_workspace(call, launches)
+    launches = launched(target, call)
+    check_workspace(call, limit, launches)
     for launch in launches:
         check_grid(target, launch)
-        check_arguments(call, launch)
+        check_arguments(call.tensors["query"].dtype, launch)
         if launch.name not in ("merge", "table_gradient"):
             has_table = any(name in call.tensors for name in TABLES)
             assert launch.tile.why_invalid(target, has_table, launch.name) is None, (target, launch.tile)
@@ -300,11 +223,14 @@ def check(target: str, call: Call) -> list[Recorded]:
 
 
 @pytest.mark.parametrize("seed", range(CALLS))
-def test_drawn_calls(seed: int) -> None:
-    """Grids, configurations, arguments, and the size of the workspace are valid on all targets."""
-    call = drawn(seed)
+def test_drawn_calls_launch_what_is_valid_on_every_gpu(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grids, configurations, arguments, and the size of the workspace."""
+    call, precision, limit = drawn(seed)
+    torch.set_float32_matmul_precision(precision)
+    if limit is not None:
+        monkeypatch.setenv(planning.VARIABLE, str(limit))
     for target in TARGETS:
-        assert bool(check(target, call)) == (call.tensors["query"].numel() > 0)
+        assert bool(check(target, call, limit)) == (call.tensors["query"].numel() > 0)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -313,29 +239,141 @@ def test_drawn_calls(seed: int) -> None:
 )
 def test_70_000_heads(sequences: int, heads: int, packed: bool, target: str) -> None:
     """More heads than the second axis of a grid can have."""
-    shape = (sequences * 8, heads, 16) if packed else (sequences, heads, 8, 16)
-    query, key, value, d_out = (unwritten(torch.empty(shape, dtype=torch.float16, device="meta")) for _ in range(4))
-    rel_key, rel_value = (torch.empty(5, 16, dtype=torch.float16) for _ in range(2))
-    arguments: dict[str, Any] = {"is_causal": False, "query_offset": 0}
-    if packed:
-        starts = torch.arange(0, sequences * 8 + 1, 8)
-        arguments |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 8, "max_seqlen_k": 8}
-    d_lse = torch.zeros((heads, sequences * 8) if packed else shape[:3])
-    call = Call({"query": query, "key": key, "value": value, "rel_key": rel_key, "rel_value": rel_value}, arguments, d_out, d_lse)
-    launches = check(target, call)
+    sizes: dict[str, Any] = {
+        "batch": sequences,
+        "num_queries": 8,
+        "num_keys": 8,
+        "sequences": ((8, 8),) * sequences if packed else None,
+    }
+    tables: dict[str, Any] = {"tables": ("rel_key", "rel_value"), "positions": (-2, 2, "clamp"), "dtype": "float16"}
+    launches = check(target, call_of(Sample(**sizes, **tables, key_heads=heads)))
     assert [launch.grid[0] for launch in launches if launch.name in ("forward", "dkv")] == [70_000] * 2
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_queries_of_a_tile_that_are_far_apart(target: str) -> None:
     """Tiles of the dtable kernel span more rows than others: all 500 queries, with offsets beyond 31 bits."""
-    shape = (1, 1, 500, 64)
-    tensors = {name: torch.empty(shape, dtype=torch.bfloat16) for name in ("query", "key", "value")}
-    step = 2**31 // 499 // 16 * 16 + 16  # loads of 16 bytes; other operands are copied
-    tensors["query"] = torch.empty(500 * step, dtype=torch.bfloat16).as_strided(shape, (500 * step, 500 * step, step, 1))
-    tensors["rel_key"] = torch.empty(999, 64, dtype=torch.bfloat16)
-    call = Call(
-        tensors, {"is_causal": False, "query_offset": 0}, torch.empty(shape, dtype=torch.bfloat16), torch.empty(shape[:3])
+    far, step = call_of(call(500, key_heads=1)), 2**31 // 499 // 16 * 16 + 16  # loads of 16 bytes; other operands are copied
+    far.tensors["query"] = torch.empty(500 * step, dtype=torch.bfloat16).as_strided(
+        (1, 1, 500, 64), (500 * step, 500 * step, step, 1)
     )
-    launches = check(target, call)
+    launches = check(target, far)
     assert all(launch["SHAPE"].wide_index for launch in launches if launch.name == "dtable")
+
+
+# Memory.
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of all storages created in the context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.results: list[torch.Tensor] = []  # so that no address is reused
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        existing = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() not in existing:
+                self.sizes[leaf.untyped_storage().data_ptr()] = leaf.untyped_storage().nbytes()
+                self.results.append(leaf)
+        return result
+
+
+def allocated(sample: Sample, keeps_residual: bool = False) -> tuple[int, int]:
+    """Bytes that forward and backward allocate for all gradients."""
+    call = call_of(sample)
+    tensors, spec = call.resolved()
+    with recorded_launches("sm_90", only=""):
+        with Allocations() as in_forward:
+            out, _, softmax_stats, residual = forward(tensors, spec, keeps_residual=keeps_residual)
+        with Allocations() as in_backward:
+            backward(*call.d_outs, out, softmax_stats, tensors, spec, residual=residual)
+    return sum(in_forward.sizes.values()), sum(in_backward.sizes.values())
+
+
+def narrow(length: int, table: str = "full", **changes: Any) -> Sample:
+    """A call of one head of width 16 in float16; a short table has 9 rows."""
+    changes = changes | ({"positions": (-4, 4, "clamp")} if table == "clamp" else {})
+    return call(length, table, **{"dtype": "float16", "key_heads": 1, "width": 16, "value_width": 16, **changes})
+
+
+@pytest.mark.parametrize(
+    ("table", "window"), [("full", (-1, -1)), ("full", (20, 9)), ("clamp", (-1, -1))], ids=["all keys", "window", "short table"]
+)
+def test_memory_of_the_workspace(table: str, window: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workspace takes at most the limit, two bytes for each pair if all fit, and few with a window or a short table."""
+    limit, length = 8 * 2**20, 8192
+    monkeypatch.setenv(planning.VARIABLE, "0")
+    least = sum(allocated(narrow(length, table, window_size=window)))
+    monkeypatch.setenv(planning.VARIABLE, str(limit))
+    sizes = {n: sum(allocated(narrow(n, table, window_size=window))) for n in (2048, length // 2, length, 2 * length)}
+    assert sizes[length] - least <= limit
+    if table == "clamp" or window != (-1, -1):
+        assert sizes[2 * length] < 4.1 * sizes[length // 2]
+    else:
+        assert 2048 * 2048 * 2 < sizes[2048] < limit + 2**22
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("table", "shortest"), [("full", 32768), ("clamp", 2048)])
+def test_memory_of_all_terms_is_linear(table: str, shortest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice the length takes twice the bytes, except for a constant, once the number of programs no longer grows."""
+    monkeypatch.setenv(planning.VARIABLE, "0")
+    terms: dict[str, Any] = {"tables": ("rel_key", "rel_value", "rel_bias"), "rel_width": 16, "mask": "float32"}
+    short, middle, long = (
+        sum(allocated(narrow(length, table, **terms, mask_shape=(length,)))) for length in (shortest, 2 * shortest, 4 * shortest)
+    )
+    assert long - middle == 2 * (middle - short) > 0
+
+
+def test_without_a_table_nothing_is_stored() -> None:
+    """A backward without a table allocates the gradients, and one number per query."""
+    rows = 2 * 2048
+    assert allocated(call(2048, "none"))[1] == 3 * rows * 64 * 2 + rows * 4
+
+
+def test_memory_of_the_residual() -> None:
+    """The residual takes as much memory as out, and none in the backward."""
+    (forward, backward), (with_residual, backward_with_it) = (
+        allocated(call(2048, value_width=49), keeps) for keeps in (False, True)
+    )
+    assert with_residual - forward == 2 * 2048 * 49 * 2 and backward_with_it == backward
+
+
+# What is compiled.
+
+
+def groups() -> dict[str, type[Any]]:
+    """All named tuples of the kernels' modules: arguments of launches, and tuples made in kernels."""
+    modules = [importlib.import_module(module.name) for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")]
+    classes = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
+    return {group.__name__: group for group in classes if issubclass(group, tuple) and hasattr(group, "_fields")}
+
+
+def test_no_field_is_hidden_by_an_attribute_of_tritons_tuple() -> None:
+    """Groups are Python's tuples up to Triton 3.7, and Triton's own tuples in later versions."""
+    taken, found = set(dir(tl.tuple(()))) | {"values", "type"}, groups()
+    assert {"TileConstants", "Operands", "Scaling", "Table", "Place", "Strip"} <= set(found)
+    assert {name: hidden for name, group in found.items() if (hidden := taken & set(group._fields))} == {}
+
+
+@pytest.mark.parametrize(
+    ("known", "further"),
+    [
+        (((33, 48), (50, 80)), (83, 96)),
+        (((48, 33), (64, 70)), (96, 90)),
+        (((1, 40), (1, 57)), (1, 90)),
+        (((32, 48), (64, 160)), (96, 112)),
+    ],
+    ids=str,
+)
+def test_a_length_of_a_known_kind_compiles_nothing(known: tuple[tuple[int, int], ...], further: tuple[int, int]) -> None:
+    """Triton specialises kernels for lengths of 1 and multiples of 16; there are no other specialisations."""
+    before, after = (
+        {launch.kernel.hash for launch in compiled_launches("sm_90", *(call(n, num_keys=k) for n, k in lengths), assembled=False)}
+        for lengths in (known, [further])
+    )
+    assert after <= before

@@ -6,6 +6,8 @@ addresses that a call fills in. Beside it, Triton gets the tensors themselves.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import gc
 import operator
 import os
@@ -13,7 +15,6 @@ import random
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -23,10 +24,14 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from bench.compiled import selected_for
+from tests.compile.calls import Call, call, call_of, unwritten
 from tests.conftest import without_plans
+from tests.draws import compiled
+from tests.draws import drawn as drawn_sample
+from tests.expected import INPUTS, TABLES
+from tests.samples import Sample
 from tools.absent_gpu import AbsentGPU, gpu_target
-from triton_relattn import RelativePositions, _calls, decomposed_relative_attention, fused_relative_attention
-from triton_relattn import _implementations as implementations
+from triton_relattn import _calls, decomposed_relative_attention
 from triton_relattn._core import validation, watchers
 from triton_relattn._core.arguments import Arguments
 from triton_relattn.kernels import draft, plan
@@ -42,12 +47,12 @@ Launched = tuple[str, str, tuple[int, ...], list[Any]]
 """A launch: its kernel, what Triton compiles it for, the grid, and its arguments."""
 
 
-def specialised(kernel: JITFunction, arguments: Any, options: dict[str, Any]) -> str:
+def compiled_for(kernel: JITFunction, arguments: Any, options: dict[str, Any]) -> str:
     """All that Triton compiles a kernel for."""
     *_, backend, binder = kernel.device_caches[driver.active.get_current_device()]
-    bound, specialization, parsed = binder(*arguments, debug=False, instrumentation_mode="", **options)
-    parsed, signature, constants, attributes = kernel._pack_args(backend, dict(options), bound, specialization, parsed)
-    return repr((kernel.__name__, signature, constants, attributes, parsed.num_warps, parsed.num_stages, parsed.maxnreg))
+    bound, specialization, parsed = binder(*arguments, **options)
+    parsed, *others = kernel._pack_args(backend, dict(options), bound, specialization, parsed)
+    return repr((kernel.__name__, others, parsed.num_warps, parsed.num_stages, parsed.maxnreg))
 
 
 def numbers(argument: Any) -> Any:
@@ -58,126 +63,101 @@ def numbers(argument: Any) -> Any:
 
 
 class Recorder:
-    """Launches, by plans or by Triton itself."""
+    """Launches, by plans or by Triton itself; and plans that are those of calls with other sizes."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.launches: list[Launched] = []
-        self.by_plans = 0
+        self.by_plans = self.for_new_lengths = 0
         patch.setattr(JITFunction, "run", lambda kernel, *arguments, **options: self.run(kernel, arguments, **options))
         patch.setattr(plan, "_run", JITFunction.run)
+        patch.setattr(plan.Launch, "compile", lambda launch, _, arguments: (self.compile(launch, arguments), None, None))
+        plan_of = plan.Template.plan
+        patch.setattr(plan.Template, "plan", lambda template, sizes: self.seen(plan_of(template, sizes)))
 
     def run(self, kernel: JITFunction, arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        self.launches.append((kernel.__name__, specialised(kernel, arguments, options), grid, list(map(numbers, arguments))))
+        self.launches.append((kernel.__name__, compiled_for(kernel, arguments, options), grid, list(map(numbers, arguments))))
+
+    def compile(self, launch: plan.Launch, arguments: Any) -> Callable[..., None]:
+        """Compile nothing."""
+        return partial(self.note, launch.kernel, compiled_for(launch.kernel, arguments, launch.options))
 
     def note(self, kernel: JITFunction, compiled_for: str, *given: Any) -> None:
         grid, arguments = given[:3], given[9:]  # between them stream, function, metadata twice and two hooks
         self.by_plans += 1
         self.launches.append((kernel.__name__, compiled_for, grid, list(arguments)))
 
+    def seen(self, found: plan.Plan | None) -> plan.Plan | None:
+        self.for_new_lengths += found is not None
+        return found
+
 
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Recorder]:
-    """Records the launches on an sm_90, with no profile of the user."""
-    monkeypatch.setenv("TRITON_RELATTN_CACHE", str(tmp_path))
-    monkeypatch.setattr(implementations, "_why_no_kernels", lambda *_: None)
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+    """Records the launches on an sm_90."""
     recorder = Recorder(monkeypatch)
-
-    def compile_nothing(launch: plan.Launch, grid: Any, arguments: Any) -> plan.Compiled:
-        return partial(recorder.note, launch.kernel, specialised(launch.kernel, arguments, launch.options)), None, None
-
-    monkeypatch.setattr(plan.Launch, "compile", compile_nothing)
     monkeypatch.setattr(draft, "_compiled", {})
-    monkeypatch.setattr(_calls, "_known", {})
-    active = driver._active
-    driver.set_active(AbsentGPU(gpu_target("sm_90")))
-    selection.forget()
+    monkeypatch.setattr(driver, "_active", AbsentGPU(gpu_target("sm_90")))
     with selected_for("sm_90"):
         yield recorder
-    driver._active = active
-    selection.forget()
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> None:
-    """Disabled: nothing is written to results."""
 
 
 # Calls.
 
 
-def tensor(choose: random.Random, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor that requires a gradient, some in another memory order, or not at a multiple of 16 bytes."""
+def moved(choose: random.Random, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or one in another memory order, or not at a multiple of 16 bytes."""
     kind = choose.random()
-    if kind < 0.1 and len(shape) == 4:
-        batch, heads, length, width = shape
-        return torch.zeros(batch, length, heads, width, dtype=dtype).transpose(1, 2).requires_grad_()
-    if kind < 0.2:
-        count = torch.Size(shape).numel()
-        return torch.zeros(count + 2, dtype=dtype)[2:].view(shape).requires_grad_()
-    return torch.zeros(shape, dtype=dtype).requires_grad_()
+    if kind < 0.1 and tensor.dim() == 4:
+        return tensor.new_empty(tensor.transpose(1, 2).shape).transpose(1, 2)
+    return tensor.new_empty(tensor.numel() + 2)[2:].view(tensor.shape) if kind < 0.2 else tensor
 
 
-def drawn(choose: random.Random, other_length: int | None = None) -> tuple[partial[Any], list[torch.Tensor]]:
-    """A call, and the tensors whose gradients are wanted. other_length: in place of that drawn."""
-    dtype = choose.choice((torch.bfloat16, torch.float16, torch.float32))
-    new = partial(tensor, choose, dtype=dtype)
-    batch, heads, length, width = choose.choice((1, 2)), choose.choice((1, 2, 4)), choose.choice((1, 16, 33, 64, 200)), 64
-    length = other_length or length
-    group = choose.choice((1, 2)) if heads > 1 else 1
-    rows = choose.choice((1, 9, 2 * length - 1))
-    given: dict[str, Any] = {"rel_scale": None}
-    tables: dict[str, tuple[int, ...]] = {"rel_key": (rows, width), "rel_bias": (rows,)}
-    tables |= {"rel_value": (rows, width), "rel_p2c": (rows, width)}
-    for name, shape in tables.items():
-        if choose.random() < (0.6 if name == "rel_key" else 0.2):
-            shared = choose.random() < 0.7
-            given[name] = new(*(shape if shared else (heads, *shape)))
-    if any(name in given for name in tables):
-        outside: Any = choose.choice(("clamp", "zero"))
-        given["positions"] = RelativePositions(-(rows // 2), rows - 1 - rows // 2, outside)
-    operands = [new(batch, heads, length, width), *(new(batch, heads // group, length, width) for _ in range(2))]
-    given |= {"is_causal": choose.random() < 0.3, "enable_gqa": group > 1, "scale": choose.choice((None, 0.2, -0.2))}
-    if choose.random() < 0.2:
-        given["key_lengths"] = torch.full((batch,), length, dtype=choose.choice((torch.int32, torch.int64)))
-    if choose.random() < 0.2:
-        given["attn_mask"] = torch.ones(length, length, dtype=choose.choice((torch.bool, torch.float32, dtype)))
-    if "rel_bias" in given and choose.random() < 0.3:
-        given["rel_bias"] = tensor(choose, *given["rel_bias"].shape, dtype=torch.float32)
-    given["window_size"] = choose.choice((None, None, (20, 5)))
-    given["query_offset"] = choose.choice((None, 1, 16, torch.ones(batch, dtype=torch.int64)))
-    given["softcap"] = choose.choice((None, None, 30.0))
-    given["dropout_p"] = choose.choice((0.0, 0.0, 0.3))
-    if choose.random() < 0.2:
-        given["return_lse"] = True
-    leaves = [value for value in (*operands, *given.values()) if isinstance(value, torch.Tensor) and value.requires_grad]
-    wanted = [leaf for leaf in leaves if choose.random() < 0.8] or leaves[:1]
-    return partial(fused_relative_attention, *operands, **given, implementation="triton"), wanted
+@functools.cache
+def kind_of_call(seed: int) -> Sample:
+    dtype = random.Random(seed).choice((torch.bfloat16, torch.float16, torch.float32))
+    return drawn_sample(seed, compiled(dtype), is_packed=False)
 
 
-def drawn_on_a_grid(choose: random.Random) -> tuple[partial[Any], list[torch.Tensor]]:
-    """A call on a grid, with or without a class token, and the tensors whose gradients are wanted."""
+def drawn(seed: int, length: int | None = None) -> Call:
+    """A call of any kind. length: of the queries and keys, in place of those drawn; half of the tables cover it then."""
+    choose, sample = random.Random(seed), kind_of_call(seed)
+    if 0 in (sample.num_queries, sample.num_keys):
+        length = length or 33  # views of empty tensors have no addresses
+    if length is not None:
+        changes: dict[str, Any] = {"num_queries": length, "num_keys": length}
+        sides = range(-len(sample.mask_shape), 0)
+        changes["mask_shape"] = tuple(
+            length if side >= -2 and size != 1 else size for side, size in zip(sides, sample.mask_shape, strict=True)
+        )
+        changes["key_lengths"] = sample.key_lengths and (length,) * sample.batch
+        if sample.positions and choose.random() < 0.5:
+            changes["positions"] = (1 - length, length - 1, sample.positions[2])
+        sample = dataclasses.replace(sample, **changes)
+    call = call_of(sample, lambda tensor: moved(choose, unwritten(tensor)))
+    call.arguments["return_lse"] = choose.random() < 0.2
+    call.wanted = frozenset(name for name in INPUTS if choose.random() < 0.8)
+    return call
+
+
+def drawn_on_a_grid(choose: random.Random) -> Call:
+    """A call on a grid, with or without a class token."""
     height, width, prefix = choose.randrange(1, 30), choose.choice((7, 8, 16, 40)), choose.choice((0, 0, 1))
-    new = partial(tensor, choose, dtype=torch.bfloat16)
-    query, key, value = (new(2, 2, prefix + height * width, 64) for _ in range(3))
-    rows, columns = (new(2 * side - 1, 64) for side in (height, width))
-    options: dict[str, Any] = {"grid": (height, width), "scale": choose.choice((None, -0.2)), "implementation": "triton"}
-    leaves = [query, key, value, rows, columns]
-    return partial(decomposed_relative_attention, query, key, value, rows, columns, **options), leaves
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("query", "key", "value"), (2, 2, prefix + height * width, 64))
+    shapes |= {"rel_pos_h": (2 * height - 1, 64), "rel_pos_w": (2 * width - 1, 64)}
+    tensors = {name: moved(choose, torch.empty(shape, dtype=torch.bfloat16)) for name, shape in shapes.items()}
+    options = {"grid": (height, width), "scale": choose.choice((None, -0.2))}
+    return Call(decomposed_relative_attention, tensors, options, (torch.empty_like(tensors["query"]),), frozenset(shapes))
 
 
-def launched(recorder: Recorder, call: partial[Any], wanted: list[torch.Tensor], seed: int = 0) -> list[Any]:
-    """The launches of a call, forward and backward, to be compared with others. seed: of the memory order of gradients."""
-    choose = random.Random(seed)
-    given = {value.data_ptr() for value in (*call.args, *call.keywords.values()) if isinstance(value, torch.Tensor)}
+def launched(recorder: Recorder, call: Call) -> list[Any]:
+    """The launches of a call, forward and backward, to be compared with others."""
+    given = {value.data_ptr() for value in (*call.tensors.values(), *call.arguments.values()) if isinstance(value, torch.Tensor)}
+    found = []
     recorder.launches.clear()
-    out = call()
-    outs = out if isinstance(out, tuple) else (out,)
-    forward = comparable(recorder.launches, given)
-    recorder.launches.clear()
-    if outs[0].requires_grad:
-        grads = tuple(tensor(choose, *out.shape, dtype=out.dtype).detach() for out in outs)
-        torch.autograd.grad(outs, wanted, grads)
-    return [*forward, *comparable(recorder.launches, given)]
+    for _ in call.halves():
+        found += comparable(recorder.launches, given)
+        recorder.launches.clear()
+    return found
 
 
 def comparable(launches: list[Launched], given: set[int]) -> list[Any]:
@@ -194,114 +174,66 @@ def comparable(launches: list[Launched], given: set[int]) -> list[Any]:
     return [(name, compiled_for, grid, compare(tuple(arguments))) for name, compiled_for, grid, arguments in launches]
 
 
-# In-place changes between calls.
+def change_a_setting(choose: random.Random, patch: pytest.MonkeyPatch) -> None:
+    match choose.randrange(7):
+        case 0:
+            torch.set_float32_matmul_precision(choose.choice(("highest", "high")))
+        case 1:
+            patch.setenv(planning.VARIABLE, str(choose.choice((2**14, 2**16, 2**40))))
+        case 2:
+            path, config = selection.profile_path("sm_90"), choose.choice((TileConfig(64, 64, 4, 1), TileConfig(32, 32, 4, 2)))
+            assert path is not None
+            save(path, "sm_90", selection.row_of({"kernel": choose.choice(KERNELS)}, config), "")
+            selection.forget()
+        case 3:
+            kernel, kind = choose.choice(KERNELS), selection.conditions("sm_90", torch.bfloat16, "highest", 64, "full", length=64)
+            if selection.tables("sm_90").select(kernel, kind).smaller() is not None:
+                with pytest.warns(RuntimeWarning, match="does not fit this GPU"):
+                    selection.take_smaller(kernel, "sm_90", kind, RuntimeError("no room"))
+        case 4:
+            torch.use_deterministic_algorithms(choose.random() < 0.5)
+        case 5:
+            patch.setattr(triton.knobs.runtime, "debug", choose.random() < 0.5)
+        case 6:
+            torch.set_grad_enabled(choose.random() < 0.7)
 
 
-def precision(choose: random.Random, patch: pytest.MonkeyPatch) -> None:
-    torch.set_float32_matmul_precision(choose.choice(("highest", "high")))
-
-
-def workspace(choose: random.Random, patch: pytest.MonkeyPatch) -> None:
-    limit = choose.choice((None, 2**14, 2**16))
-    patch.delenv(planning.VARIABLE, raising=False) if limit is None else patch.setenv(planning.VARIABLE, str(limit))
-
-
-def profile(choose: random.Random, patch: pytest.MonkeyPatch) -> None:
-    path = selection.profile_path("sm_90")
-    assert path is not None
-    config = choose.choice((TileConfig(64, 64, 4, 1), TileConfig(32, 32, 4, 2)))
-    save(path, "sm_90", selection.row_of({"kernel": choose.choice(KERNELS)}, config), "")
-    selection.forget()
-
-
-def smaller_tile(choose: random.Random, patch: pytest.MonkeyPatch) -> None:
-    kernel, call = choose.choice(KERNELS), selection.conditions("sm_90", torch.bfloat16, "highest", 64, "full", length=64)
-    if selection.tables("sm_90").select(kernel, call).smaller() is not None:
-        with pytest.warns(RuntimeWarning, match="does not fit this GPU"):
-            selection.take_smaller(kernel, "sm_90", call, RuntimeError("no room"))
-
-
-def deterministic(choose: random.Random, patch: pytest.MonkeyPatch) -> None:
-    torch.use_deterministic_algorithms(choose.random() < 0.5)
-
-
-def debugging(choose: random.Random, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(triton.knobs.runtime, "debug", choose.random() < 0.5)
-
-
-def gradients(choose: random.Random, patch: pytest.MonkeyPatch) -> None:
-    torch.set_grad_enabled(choose.random() < 0.7)
-
-
-CHANGES = (precision, workspace, profile, smaller_tile, deterministic, debugging, gradients)
-
-
-@pytest.fixture
-def restored() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    yield
-    torch.set_float32_matmul_precision(before)
-    torch.use_deterministic_algorithms(False)
-    torch.set_grad_enabled(True)
-
-
-def compare_with_triton(
-    recorder: Recorder, call: partial[Any], wanted: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch, order: int = 0
-) -> None:
-    """Compare the launches of a call with those by Triton, with nothing kept. order: of gradients, a seed."""
-    kept = launched(recorder, call, wanted, order)
+def compare_with_triton(recorder: Recorder, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare the launches of a call with those by Triton, with nothing kept."""
+    kept = launched(recorder, call)
     with monkeypatch.context() as patch:
         without_plans(patch)
         patch.setattr(_calls, "_known", {})
         patch.setattr(plan, "launcher", lambda: "another")
-        assert kept == launched(recorder, call, wanted, order)
-
-
-@pytest.fixture
-def for_new_lengths(monkeypatch: pytest.MonkeyPatch) -> list[plan.Plan]:
-    """The plans that are those of calls with other sizes."""
-    found, plan_of = list[plan.Plan](), plan.Template.plan
-
-    def plan_for(template: plan.Template, sizes: Any) -> plan.Plan | None:
-        if (other := plan_of(template, sizes)) is not None:
-            found.append(other)
-        return other
-
-    monkeypatch.setattr(plan.Template, "plan", plan_for)
-    return found
+        assert kept == launched(recorder, call)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.usefixtures("restored")
 @pytest.mark.parametrize("seed", range(ROUNDS))
-def test_plans_launch_what_triton_would(
-    recorder: Recorder, for_new_lengths: list[plan.Plan], seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plans_launch_what_triton_would(recorder: Recorder, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of many kinds in random order, some of new lengths, with settings that change between them, by plans that are kept
     and, with the same tensors, by Triton with nothing kept: the same kernels for the same arguments, in the same grids."""
     choose = random.Random(seed)
-    kinds = [choose.random() for _ in range(30)]
-    pool = [drawn(random.Random(kind)) for kind in kinds]
+    kinds = [choose.randrange(2**20) for _ in range(30)]
+    pool = [drawn(kind) for kind in kinds]
     for _ in range(CALLS):
         if choose.random() < 0.1:
-            choose.choice(CHANGES)(choose, monkeypatch)
-        call, wanted = choose.choice(pool)
-        if choose.random() < 0.5:  # of few kinds
+            change_a_setting(choose, monkeypatch)
+        call = choose.choice(pool)
+        if choose.random() < 0.6:  # of few kinds
             length = choose.choice((choose.randrange(1, 700), 16 * choose.randrange(1, 40)))
-            call, wanted = drawn(random.Random(choose.choice(kinds[:5])), length)
+            call = drawn(choose.choice(kinds[:4]), length)
+        call = dataclasses.replace(call, d_outs=tuple(moved(choose, d_out) for d_out in call.d_outs))
         with torch.autocast("cpu", torch.bfloat16, enabled=choose.random() < 0.1):
-            order = choose.randrange(100)
-            compare_with_triton(recorder, call, wanted, monkeypatch, order)
-    assert recorder.by_plans > CALLS / 4 and len(for_new_lengths) > CALLS / 10
+            compare_with_triton(recorder, call, monkeypatch)
+    assert recorder.by_plans > CALLS / 4 and recorder.for_new_lengths > CALLS / 10
 
 
-def test_plans_on_grids_launch_what_triton_would(
-    recorder: Recorder, for_new_lengths: list[plan.Plan], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plans_on_grids_launch_what_triton_would(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     choose = random.Random(0)
     for _ in range(200):
-        compare_with_triton(recorder, *drawn_on_a_grid(choose), monkeypatch)
-    assert len(for_new_lengths) > 100
+        compare_with_triton(recorder, drawn_on_a_grid(choose), monkeypatch)
+    assert recorder.for_new_lengths > 100
 
 
 # What a decision reads.
@@ -332,30 +264,25 @@ def fails(*_: Any, **__: Any) -> Any:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_decisions_read_their_key(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else: not the environment, not settings of torch, no tensors. The attributes that are read are all in the key."""
-    read, of_tensors, keys = set[str](), set[str](), list[plan.Key]()
-    made, choose = plan._made, random.Random(0)
+    read, of_tensors, keys, made = set[str](), set[str](), list[plan.Key](), plan._made
 
     def make(key: plan.Key) -> plan.Plan:
         keys.append(key)
         return made(key)
 
     monkeypatch.setattr(plan, "_made", make)
-    for _ in range(60):
-        launched(recorder, *drawn(choose))
-    sources = (
-        (torch, "get_float32_matmul_precision"),
-        (torch, "is_grad_enabled"),
-        (torch, "empty_strided"),
-        (torch.Tensor, "data_ptr"),
-        (os, "getenv"),
-        (planning, "workspace_limit"),
-        (architectures, "architecture"),
-        (architectures, "multiprocessors"),
-        (selection, "tables"),
-        (selection, "load"),
-        (watchers, "facts_of"),
-        (type(os.environ), "__getitem__"),
-    )
+    for seed in range(60):
+        launched(recorder, drawn(seed))
+    sources: dict[Any, tuple[str, ...]] = {
+        torch: ("get_float32_matmul_precision", "is_grad_enabled", "empty_strided"),
+        torch.Tensor: ("data_ptr",),
+        os: ("getenv",),
+        type(os.environ): ("__getitem__",),
+        planning: ("workspace_limit",),
+        architectures: ("architecture", "multiprocessors"),
+        selection: ("tables", "load"),
+        watchers: ("facts_of",),
+    }
     inner = draft.Slot.__getattribute__
 
     def noted(slot: draft.Slot, name: str) -> Any:
@@ -363,8 +290,9 @@ def test_decisions_read_their_key(recorder: Recorder, monkeypatch: pytest.Monkey
         return inner(slot, name)
 
     with monkeypatch.context() as patch:
-        for owner, name in sources:
-            patch.setattr(owner, name, fails)
+        for owner, names in sources.items():
+            for name in names:
+                patch.setattr(owner, name, fails)
         patch.setattr(draft.Slot, "__getattribute__", noted, raising=False)
         for key in keys:
             key.decide(key._replace(surroundings=Noted(key.surroundings, read)))
@@ -386,22 +314,17 @@ class Watched(torch.Tensor):
 
 def test_validation_reads_what_a_key_has() -> None:
     """A call that was valid is valid again if its key is the same: the key has all that validation reads, except values."""
-    new = lambda *shape, **options: torch.zeros(shape, **options).as_subclass(Watched)  # noqa: E731
-    tables: dict[str, Any] = {name: new(2, 2, 8, 16) for name in ("query", "key", "value")}
-    tables |= {
-        "rel_key": new(15, 12),
-        "rel_value": new(2, 15, 16),
-        "rel_bias": new(15),
-        "rel_p2c": new(15, 16),
-        "rel_query": new(2, 2, 8, 12),
+    sizes: dict[str, Any] = {"batch": 2, "key_heads": 2, "num_queries": 8, "num_keys": 8, "rel_width": 12}
+    tables: dict[str, Any] = {
+        "tables": TABLES,
+        "per_head": ("rel_value",),
+        "positions": (-7, 7, "clamp"),
+        "default_positions": True,
     }
-    vectors: dict[str, Any] = {
-        "attn_mask": new(8, 8, dtype=torch.bool),
-        "key_lengths": new(2, dtype=torch.int64),
-        "query_offset": new(2, dtype=torch.int64),
-    }
+    given = Sample(**sizes, **tables, mask="bool", mask_shape=(8, 8), key_lengths=(8, 8), query_offset=(0, 0)).call()
+    given = {name: value.as_subclass(Watched) if isinstance(value, torch.Tensor) else value for name, value in given.items()}
     Watched.read.clear()
-    validation.resolve(Arguments(**tables, **vectors))
+    validation.resolve(Arguments(**given))
     views = {"reshape", "expand", "transpose"}
     assert {name for name in Watched.read if not name.startswith("__")} - views <= READ_OF_ARGUMENTS, Watched.read
 
@@ -463,12 +386,13 @@ def test_sizes_that_are_read_are_decided(decide: Callable[[Any], Any]) -> None:
 
 
 def test_no_tensor_is_kept(recorder: Recorder) -> None:
-    choose, alive = random.Random(1), []
-    for _ in range(40):
-        call, wanted = drawn(choose)
-        alive += [weakref.ref(value) for value in (*call.args, *call.keywords.values()) if isinstance(value, torch.Tensor)]
-        launched(recorder, call, wanted)
-    del call, wanted
+    alive = []
+    for seed in range(40):
+        call = drawn(seed)
+        given = (*call.tensors.values(), *call.arguments.values())
+        alive += [weakref.ref(value) for value in given if isinstance(value, torch.Tensor)]
+        launched(recorder, call)
+    del call, given
     gc.collect()
     assert plan._plans and _calls._known and not any(ref() is not None for ref in alive)
 
@@ -478,16 +402,16 @@ def test_plans_do_not_grow_without_end(recorder: Recorder, monkeypatch: pytest.M
     monkeypatch.setattr(plan, "MOST_PLANS", 20)
     monkeypatch.setattr(_calls, "MOST_KNOWN", 20)
     for length in range(1, 60):
-        query = torch.zeros(1, 1, length, 16, dtype=torch.float16)
-        fused_relative_attention(query, query, query, implementation="triton")
+        last = call_of(call(length, "none", requires_grad=()))
+        last.run()
     assert len(plan._plans) <= 20 and len(_calls._known) <= 20
     names = len(recorder.launches)
-    fused_relative_attention(query, query, query, implementation="triton")
+    last.run()
     assert len(recorder.launches) == names + 1
 
 
-@pytest.mark.parametrize("rows", [0, 129, 999])
-def test_new_lengths_are_rarely_decided(recorder: Recorder, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("table", "last"), [("none", 0), ("clamp", 64), ("full", 499)])
+def test_new_lengths_are_rarely_decided(recorder: Recorder, table: str, last: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A decision is made for whether numbers are multiples of 16, for tiles, and for how many programs share a sum."""
     decided, made = list[str](), plan._decided
 
@@ -496,28 +420,23 @@ def test_new_lengths_are_rarely_decided(recorder: Recorder, rows: int, monkeypat
         return made(key, sizes)
 
     monkeypatch.setattr(plan, "_decided", noted)
-    lengths = random.Random(0).sample(range(300, 500), 100)
-    for length in lengths:
-        leaves = [torch.zeros(2, 2, length, 64, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
-        leaves += [torch.zeros(rows, 64, dtype=torch.bfloat16).requires_grad_()] * (rows > 0)
-        launched(recorder, partial(fused_relative_attention, *leaves, implementation="triton"), leaves)
+    positions = (-last, last, "clamp") if last else None
+    for length in random.Random(0).sample(range(300, 500), 100):
+        call_of(call(length, table, batch=2, positions=positions)).run()
     assert decided.count("plan_forward") <= 4 and decided.count("plan_backward") <= 12, decided
 
 
 def test_parts_share_their_kernels(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches that differ in numbers alone are looked up once."""
     monkeypatch.setenv(planning.VARIABLE, str(200 * 2 * 64 * 64))  # 200 heads, more than there are multiprocessors
-    leaves = [torch.zeros(400, 2, 64, 64, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
-    leaves.append(torch.zeros(127, 64, dtype=torch.bfloat16).requires_grad_())
-    compiled: list[str] = []
-    compile_nothing = plan.Launch.compile
+    compiled, compile_nothing = list[str](), plan.Launch.compile
 
     def compile_and_note(launch: plan.Launch, grid: Any, given: Any) -> plan.Compiled:
         compiled.append(launch.name)
         return compile_nothing(launch, grid, given)
 
     monkeypatch.setattr(plan.Launch, "compile", compile_and_note)
-    launches = launched(recorder, partial(fused_relative_attention, *leaves, implementation="triton"), leaves)
+    launches = launched(recorder, call_of(call(batch=400)))
     assert len(compiled) == len(set(compiled)) < len(launches) / 2
 
 
@@ -534,14 +453,12 @@ def test_triton_launches_what_is_watched(
     recorder: Recorder, owner: Any, name: str, value: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For debugging, with hooks, on AMD's GPUs, or if its launches are replaced; before that and afterwards, plans do."""
-    query = torch.zeros(1, 1, 32, 64, dtype=torch.bfloat16)
-    call = partial(fused_relative_attention, query, query, query, implementation="triton")
-    counts = [recorder.by_plans]
+    run, counts = call_of(call(32, "none", requires_grad=())).run, [recorder.by_plans]
     for _ in range(2):
-        call()
+        run()
         counts.append(recorder.by_plans)
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, value)
-            call()
+            run()
         counts.append(recorder.by_plans)
     assert counts == [0, 1, 1, 2, 2] and len(recorder.launches) == 4

@@ -1,21 +1,23 @@
-"""Profiles: the row that serves a call, invalid files, how files are written, and unusable folders."""
+"""Configurations of kernels: profiles of the user, which are read, written and refused, and the defaults below them.
+
+Each default serves some call, and each call gets a configuration that its GPU allows.
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from triton_relattn._core import validation
-from triton_relattn._core.arguments import Arguments
-from triton_relattn.kernels.call import call_of
+from tests.compile.calls import call, call_of
+from triton_relattn.kernels.call import call_of as kernels_call
 from triton_relattn.kernels.config import selection
-from triton_relattn.kernels.config.selection import CONDITIONS, Row, row_of
+from triton_relattn.kernels.config.architectures import ARCHITECTURES, architecture_of, rounds_terms
+from triton_relattn.kernels.config.selection import CONDITIONS, COVERAGES, Row, conditions, config_of, defaults, fits, row_of
 from triton_relattn.kernels.config.tile_config import KERNELS, TileConfig
 from triton_relattn.kernels.tuning import save
 
@@ -28,16 +30,6 @@ HEADER = (
     "block_m,block_n,num_warps,num_stages,carry,rotation,max_registers,milliseconds,default_milliseconds\n"
 )
 LINE = "forward,16 bits,wgmma,64,none,no table,bfloat16,False,512,32,32,8,3,scores,gather,128,0.5,1\n"
-
-
-@pytest.fixture(autouse=True)
-def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An empty profile of the user for each test."""
-    (tmp_path / "cache").mkdir()
-    monkeypatch.setenv("TRITON_RELATTN_CACHE", str(tmp_path / "cache"))
-    selection.forget()
-    yield
-    selection.forget()
 
 
 def profile() -> Path:
@@ -97,20 +89,19 @@ def test_the_first_row_that_fits_wins() -> None:
 def test_conditions_of_calls() -> None:
     """They have padded widths, and distinguish float32 from TF32 and float16 from bfloat16."""
     call = {name: value for name, value in KIND.items() if name != "kernel"}
-    assert selection.conditions(ARCH, torch.bfloat16, "highest", 40) == call
-    assert selection.conditions(ARCH, torch.float16, "high", 40, length=513) == {**call, "dtype": "float16", "length": "2048"}
+    assert conditions(ARCH, torch.bfloat16, "highest", 40) == call
+    assert conditions(ARCH, torch.float16, "high", 40, length=513) == {**call, "dtype": "float16", "length": "2048"}
     for precision, name in (("highest", "ieee"), ("high", "tf32")):
-        found = selection.conditions(ARCH, torch.float32, precision, 80, "zero", True, "rel_bias", 40_000)
+        found = conditions(ARCH, torch.float32, precision, 80, "zero", True, "rel_bias", 40_000)
         assert list(found.values()) == [name, "wgmma", "128", "rel_bias", "zero", "float32", "True", "32768"]
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(100, 600), (600, 100)])
 def test_a_call_is_served_by_its_longest_sequence(queries: int, keys: int) -> None:
-    query, key = torch.empty(1, 2, queries, 64, dtype=torch.bfloat16), torch.empty(1, 2, keys, 64, dtype=torch.bfloat16)
-    resolved = validation.resolve(Arguments(query, key, key, torch.empty(33, 64, dtype=torch.bfloat16), scale=0.1))
     for row in (row_of({"length": "2048"}, CONFIG), row_of({"length": "512"}, OTHER)):
         save(profile(), ARCH, row, "")
-    assert {call_of(*resolved, ARCH).tile(kernel) for kernel in KERNELS} == {CONFIG}
+    resolved = call_of(call(queries, num_keys=keys, positions=(-16, 16, "clamp"))).resolved()
+    assert {kernels_call(*resolved, ARCH).tile(kernel) for kernel in KERNELS} == {CONFIG}
 
 
 def changed(old: str, new: str) -> bytes:
@@ -213,20 +204,6 @@ def test_where_the_user_s_profiles_are(
     assert select() == select(length=None)
 
 
-def fails(*_: Any) -> None:
-    raise OSError("no space left")
-
-
-def test_a_failed_save_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "profile.csv"
-    save(path, ARCH, ROW, "")
-    before, files = path.read_bytes(), set(tmp_path.iterdir())
-    monkeypatch.setattr(os, "replace", fails)
-    with pytest.raises(OSError, match="no space left"):
-        save(path, ARCH, row_of(KIND, OTHER), "")
-    assert path.read_bytes() == before and set(tmp_path.iterdir()) == files
-
-
 @pytest.mark.parametrize(
     ("arch", "config", "reason"),
     [
@@ -234,10 +211,88 @@ def test_a_failed_save_changes_nothing(tmp_path: Path, monkeypatch: pytest.Monke
         ("gfx942", TileConfig(64, 64, 32, 2), "num_warps must be at most 16"),
         ("sm_90", TileConfig(64, 64, 4, 10**6), "num_stages must lie in"),
         ("sm_90", TileConfig(64, 64, -4, 1), "num_warps must be a power of two"),
+        ("sm_90", CONFIG, "no space left"),
     ],
 )
-def test_what_no_gpu_can_serve_is_not_saved(arch: str, config: TileConfig, reason: str, tmp_path: Path) -> None:
+def test_a_failed_save_changes_nothing(
+    arch: str, config: TileConfig, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What no GPU can serve is not saved."""
     path = tmp_path / "profile.csv"
+    save(path, arch, row_of({"kernel": "dq"}, OTHER), "")
+    before, files = path.read_bytes(), set(tmp_path.iterdir())
+
+    def fails(*_: object) -> None:
+        raise ValueError("no space left")
+
+    monkeypatch.setattr(os, "replace", fails)
     with pytest.raises(ValueError, match=reason):
         save(path, arch, row_of({"kernel": "forward", "coverage": "no table"}, config), "")
-    assert not path.exists()
+    assert path.read_bytes() == before and set(tmp_path.iterdir()) == files
+
+
+# The defaults.
+
+
+TERM_SETS = ("none", "rel_value", "rel_p2c", "rel_query", "narrow rel_query", "rel_key and rel_bias", "rel_bias", "grid")
+ARCHS = (*ARCHITECTURES, "interpreter", "sm_70")
+PRECISIONS, WIDTHS = ("16 bits", "ieee", "tf32"), ("64", "128", "256")
+
+
+def test_each_call_gets_a_valid_default_and_each_default_serves_a_call() -> None:
+    """No row is hidden by rows above it. Calls without a table, and on a grid, exist only for some kernels."""
+    reached = set()
+    for kernel, precision, arch, width, terms, coverage in itertools.product(
+        KERNELS, PRECISIONS, ARCHS, WIDTHS, TERM_SETS, COVERAGES
+    ):
+        kind = (kernel, precision, architecture_of(arch).unit, width, terms, coverage)
+        number, row = next((number, row) for number, row in enumerate(defaults()) if fits(row, kind))
+        reached.add(number)
+        config, has_table = config_of(row), coverage != "no table"
+        exists = terms != "grid" if has_table else terms in ("none", "grid") and kernel in ("forward", "dq", "dkv")
+        if exists and arch != "interpreter":
+            assert config.why_invalid(arch, has_table, kernel) is None, (arch, kind, config)
+            assert config.rotation == "gather" or architecture_of(arch).rotates_in_registers, (arch, config)
+    assert [row for number, row in enumerate(defaults()) if number not in reached] == []
+
+
+def test_specific_defaults_stand_above_general_ones() -> None:
+    """select takes the first row that fits."""
+    assert select(None, coverage="full", term_set="rel_value").num_stages == 2
+    assert select(None, coverage="full").max_registers == 168
+    assert select(None).block_m == 128
+
+
+def test_rounded_terms() -> None:
+    """Terms are rounded to float16 only for bfloat16: in float16 the error of a table's gradient would exceed the error rule."""
+    assert rounds_terms("sm_90", torch.bfloat16)
+    assert not any(rounds_terms("sm_90", dtype) for dtype in (torch.float16, torch.float32))
+
+
+def test_unknown_architectures(caplog: pytest.LogCaptureFixture) -> None:
+    """Unknown GPUs get small tiles that fit anywhere, and a line in the log."""
+    for arch in ("sm_75", "sm_130", "gfx1201"):
+        caplog.clear()
+        for kernel in KERNELS:
+            for width in (64, 128, 256):
+                kind = conditions(arch, torch.bfloat16, "highest", width, "full")
+                config = selection.tables(arch).select(kernel, kind, with_profile=False)
+                assert max(config.block_m, config.block_n) <= 64 and config.rotation == "gather"
+                assert config.why_invalid(arch, True, kernel) is None
+        assert [record.getMessage() for record in caplog.records] == [
+            f"the kernels have no configurations for {arch}; small tiles are used, which are slow"
+        ]
+
+
+def test_smaller_configurations_are_valid() -> None:
+    """Halving a configuration gives valid ones, down to the smallest."""
+    in_registers = TileConfig(128, 64, 8, 2, rotation="registers")  # whose warps have at least 16 rows
+    for config in (TileConfig(128, 64, 8, 3), TileConfig(64, 64, 4, 1), TileConfig(32, 16, 4, 2, None), in_registers):
+        steps = 0
+        smaller: TileConfig | None = config
+        while smaller is not None:
+            assert smaller.why_invalid("sm_90", True) is None
+            assert (smaller.carry, smaller.rotation) == (config.carry, config.rotation)
+            assert smaller.num_warps == config.num_warps or smaller.num_warps * 16 == smaller.block_m
+            last, smaller, steps = smaller, smaller.smaller(), steps + 1
+        assert (last.block_m, last.block_n, last.num_stages) == (16, 16, 1) and steps < 9
