@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.cpu.models import varied
+from tests.enable.models import varied
 from tests.libraries.standins import absent, bare
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.cpu.models import Sizes, assert_same, computed, varied
-from tests.cpu.stock import enable, refusal
+from tests.enable.models import Sizes, assert_same, computed, varied
+from tests.enable.stock import enable, refusal
 from tests.libraries.copies import COPIES, Copy, chatterbox, funasr, load_class, states, timm
 from tests.libraries.standins import is_installed
 from tests.tolerance import assert_near

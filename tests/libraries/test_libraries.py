@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cpu.models import (
+from tests.enable.models import (
     LENGTH,
     PADDED,
     WHOLE,

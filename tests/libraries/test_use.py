@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cpu.models import LENGTH, PADDED, assert_same, in_float64, output, results, runs_the_operator
+from tests.enable.models import LENGTH, PADDED, assert_same, in_float64, output, results, runs_the_operator
 from tests.libraries.models import entry
 from tests.libraries.standins import is_installed
 from tests.tolerance import assert_at_most, assert_near

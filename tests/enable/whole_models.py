@@ -15,7 +15,7 @@ import transformers
 from torch import nn
 
 from bench.families import FAMILIES
-from tests.cpu.models import padding_first, varied
+from tests.enable.models import padding_first, varied
 
 SMALL = {name: {**family.small, **dict.fromkeys(family.layers, 2)} for name, family in FAMILIES.items()}
 PARAKEET = {**SMALL["parakeet"], "model_type": "parakeet_encoder", "dropout": 0.0}

@@ -203,7 +203,10 @@ class ShawAttention(nn.Module):
         scores = scale * (q @ k.mT) + term if self.unscaled else scale * (q @ k.mT + term)
         if mask is not None:
             scores = scores.masked_fill(~mask[:, None, None], torch.finfo(scores.dtype).min)
-        return self.wo((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        return self.wo((self.weigh(scores) @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    def weigh(self, scores: torch.Tensor) -> torch.Tensor:
+        return scores.softmax(-1)
 
 
 class Altered(ShawAttention):
@@ -226,14 +229,9 @@ class StepByStep(ShawAttention):
         super().__init__()
         self.change_scores, self.change_weights, self.p = scores, weights, 0.0
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        q, k, v = (split_heads(project(x), self.heads) for project in (self.wq, self.wk, self.wv))
-        position = torch.arange(x.shape[1])
-        row = (position[:, None] - position).clamp(-self.furthest, self.furthest) + self.furthest
-        term = torch.einsum("bhid,ijd->bhij", q, self.distances(row))
-        weights = self.change_scores(self, q.shape[-1] ** -0.5 * (q @ k.mT + term)).softmax(-1)
-        weights = F.dropout(self.change_weights(self, weights), self.p, self.training)
-        return self.wo((weights @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+    def weigh(self, scores: torch.Tensor) -> torch.Tensor:
+        weights = self.change_weights(self, self.change_scores(self, scores).softmax(-1))
+        return F.dropout(weights, self.p, self.training)
 
 
 class FeatureAttention(nn.Module):
@@ -312,47 +310,6 @@ class JointMusicAttention(nn.Module):
         return out, weights.mean(1) if need_weights else None
 
 
-class BucketAttention(nn.Module):
-    """T5's bias, with an embedding in each layer. passes_on: take the bias of the previous layer, as T5 does."""
-
-    def __init__(self, width: int = 32, heads: int = 2, causal_buckets: bool = False) -> None:
-        super().__init__()
-        self.heads, self.both = heads, not causal_buckets
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
-        self.relative_attention_bias = nn.Embedding(8, heads)
-        self.max_distance = 20
-
-    def buckets(self, length: int) -> torch.Tensor:
-        distance = torch.arange(length) - torch.arange(length)[:, None]
-        count, bucket = 8, torch.zeros_like(distance)
-        if self.both:
-            count = 4
-            bucket = (distance > 0).long() * count
-            distance = distance.abs()
-        else:
-            distance = -distance.clamp(max=0)
-        exact = count // 2
-        far = exact + (
-            torch.log(distance.clamp(min=1).float() / exact) / math.log(self.max_distance / exact) * (count - exact)
-        ).long().clamp(max=count - exact - 1)
-        return bucket + torch.where(distance < exact, distance, far)
-
-    def forward(self, hidden_states: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        q, k, v = (split_heads(project(hidden_states), self.heads) for project in (self.q, self.k, self.v))
-        scores = q @ k.mT + self.relative_attention_bias(self.buckets(q.shape[2])).permute(2, 0, 1)
-        scores = scores if mask is None else scores + mask
-        return self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
-
-
-class SharedBucketAttention(BucketAttention):
-    """As in T5's layers, the bias is passed on to the next layer."""
-
-    def forward(  # type: ignore[override]
-        self, hidden_states: torch.Tensor, mask: torch.Tensor | None = None, position_bias: torch.Tensor | None = None
-    ) -> Any:
-        return super().forward(hidden_states, mask), position_bias
-
-
 class GatedAttention(nn.Module):
     """WavLM's attention, sequence first: the first layer computes the bucketed bias, and each layer multiplies it by a gate."""
 
@@ -403,33 +360,6 @@ class GatedLayers(nn.Module):
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         x, _, bias = self.first(x, x, x, mask, need_weights=False)
         return self.second(x, x, x, mask, need_weights=False, position_bias=bias)[0]  # type: ignore[no-any-return]
-
-
-class MemoryAttention(nn.Module):
-    """The parts of Transformer-XL's own layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv_net, self.r_net, self.o_net = nn.Linear(8, 24), nn.Linear(8, 8), nn.Linear(8, 8)
-
-
-class LeftRightAttention(nn.Module):
-    """Those of WeNet's class with Shaw's term."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.max_left_rel_pos, self.max_right_rel_pos = 64, 8
-        self.linear_q, self.linear_k, self.linear_v, self.linear_out = (nn.Linear(8, 8) for _ in range(4))
-        self.rel_k_embed = nn.Embedding(73, 4)
-
-
-class WindowAttention(nn.Module):
-    """Swin's attention; only its table matters here."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.proj = nn.Linear(8, 24), nn.Linear(8, 8)
-        self.relative_position_bias_table = nn.Parameter(torch.randn(9, 2))
 
 
 class Block(nn.Module):
