@@ -37,17 +37,13 @@ def by_distance(rows: torch.Tensor, first: int) -> torch.Tensor:
 class SpeechBlock(nn.Module):
     """VITS' attention rewritten: convolutions, and windows of relative vectors for keys and values."""
 
-    def __init__(
-        self, width: int = 32, heads: int = 2, reach: int = 3, shared: bool = True, drop: float = 0.1, sign: float = 1.0
-    ) -> None:
+    def __init__(self, shared: bool = True, sign: float = 1.0) -> None:
         super().__init__()
-        self.heads, self.reach, self.sign = heads, reach, sign
-        self.to_query, self.to_key, self.to_value, self.to_output = (nn.Conv1d(width, width, 1) for _ in range(4))
-        tables = 1 if shared else heads
-        self.distance_keys, self.distance_values = (
-            nn.Parameter(torch.randn(tables, 2 * reach + 1, width // heads)) for _ in range(2)
-        )
-        self.thin = nn.Dropout(drop)
+        self.heads, self.reach, self.sign = 2, 3, sign
+        self.to_query, self.to_key, self.to_value, self.to_output = (nn.Conv1d(32, 32, 1) for _ in range(4))
+        tables = 1 if shared else self.heads
+        self.distance_keys, self.distance_values = (nn.Parameter(torch.randn(tables, 7, 16)) for _ in range(2))
+        self.thin = nn.Dropout(0.1)
 
     def forward(self, signal: torch.Tensor, memory: torch.Tensor, m: torch.Tensor | None = None) -> torch.Tensor:
         query, key, value = (
@@ -74,23 +70,13 @@ class ConformerAttention(nn.Module):
     """ESPnet's attention as copied into a project. legacy: its older shift, with N rows, which wraps around to rows of other
     queries. casts: positions may have another dtype than the weights, as in GigaAM."""
 
-    def __init__(
-        self,
-        width: int = 32,
-        heads: int = 4,
-        drop: float = 0.1,
-        legacy: bool = False,
-        past: bool = False,
-        hides: bool = False,
-        casts: bool = False,
-    ) -> None:
+    def __init__(self, legacy: bool = False, past: bool = False, hides: bool = False, casts: bool = False) -> None:
         super().__init__()
-        self.heads, self.legacy, self.past, self.hides = heads, legacy, past, hides
-        self.casts = casts
-        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(width, width) for _ in range(4))
-        self.pos_proj = nn.Linear(width, width, bias=False)
-        self.u_bias, self.v_bias = (nn.Parameter(torch.randn(heads, width // heads)) for _ in range(2))
-        self.dropout = nn.Dropout(drop)
+        self.heads, self.legacy, self.past, self.hides, self.casts = 4, legacy, past, hides, casts
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(32, 32) for _ in range(4))
+        self.pos_proj = nn.Linear(32, 32, bias=False)
+        self.u_bias, self.v_bias = (nn.Parameter(torch.randn(4, 8)) for _ in range(2))
+        self.dropout = nn.Dropout(0.1)
 
     def shifted(self, rows: torch.Tensor, keys: int) -> torch.Tensor:
         batch, heads, length, count = rows.shape
@@ -175,22 +161,15 @@ class ShawAttention(nn.Module):
     an embedding."""
 
     def __init__(
-        self,
-        width: int = 32,
-        heads: int = 2,
-        furthest: int = 4,
-        unscaled: bool = False,
-        sign: float = 1.0,
-        past_first: bool = False,
-        parameter: bool = False,
+        self, furthest: int = 4, unscaled: bool = False, sign: float = 1.0, past_first: bool = False, parameter: bool = False
     ) -> None:
         super().__init__()
-        self.heads, self.furthest, self.unscaled, self.sign, self.past_first = heads, furthest, unscaled, sign, past_first
-        self.wq, self.wk, self.wv, self.wo = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.heads, self.furthest, self.unscaled, self.sign, self.past_first = 2, furthest, unscaled, sign, past_first
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(32, 32, bias=False) for _ in range(4))
         if parameter:
-            self.vectors = nn.Parameter(torch.randn(2 * furthest + 1, width // heads))
+            self.vectors = nn.Parameter(torch.randn(2 * furthest + 1, 16))
         else:
-            self.distances = nn.Embedding(2 * furthest + 1, width // heads)
+            self.distances = nn.Embedding(2 * furthest + 1, 16)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         q, k, v = (split_heads(project(x), self.heads) for project in (self.wq, self.wk, self.wv))

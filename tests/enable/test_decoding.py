@@ -50,7 +50,8 @@ NO_STATIC_CACHE = ("falcon", "inkling")
 its first layer has a window. Inkling's is in test_a_static_cache_that_counts_in_place."""
 
 
-GENERATED = {f"{name}-{how}": (name, how, 0, enable) for name in WRITERS for how in HOW}
+GENERATED: dict[str, tuple[str, str, int, Callable[[Any], Any]]] = {}
+GENERATED |= {f"{name}-{how}": (name, how, 0, enable) for name in WRITERS for how in HOW}
 GENERATED |= {f"{name}-{how}-long-calls": (name, how, 500, enable) for name in WRITERS for how in ("cache", "static")}
 GENERATED |= {f"t5-{how}-door": ("t5", how, 0, through_the_door) for how in ("cache", "static")}
 QUICK = ("t5-cache", "t5-static-long-calls", "t5-cache-door", "t5-static-door")

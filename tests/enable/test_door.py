@@ -33,6 +33,7 @@ from tests.enable.models import (
     planted,
     results,
     runs_the_operator,
+    subject,
     through_the_door,
 )
 from tests.tolerance import assert_near
@@ -71,8 +72,7 @@ def reasons(model: Any) -> list[str]:
 
 @pytest.mark.parametrize("name", ["t5", "wav2vec2_bert"])
 def test_set_attn_implementation(name: str) -> None:
-    model = build(name)
-    given = arguments(name, model, PADDED)
+    model, given = subject(name)
     expected = output(model, given)
     model.set_attn_implementation(NAME)
     assert_near("output", output(model, given), expected)
@@ -145,8 +145,7 @@ def test_models_without_relative_attention_are_sdpas() -> None:
 
 def test_derived_classes_are_sdpas() -> None:
     """What a class of the user changes is not known, so its dense bias is not replaced."""
-    model = build("t5", torch.float64)
-    given = arguments("t5", model, PADDED)
+    model, given = subject("t5", torch.float64)
 
     class Doubled(type(model.encoder.block[0].layer[0].SelfAttention)):  # type: ignore[misc]
         def compute_bias(self, *args: Any, **options: Any) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -90,12 +91,18 @@ def counted(name: str) -> torch.Tensor | None:
     return padding()[:, None] if name == "vits" else None
 
 
-@pytest.mark.parametrize("name", EQUAL)
-def test_equal_modules_are_replaced(name: str) -> None:
-    """Outputs and gradients are equal, no tensor holds all pairs, weights can be loaded, and disable undoes the change."""
+TRAINED = ("vits", "espnet", "espnet, past", "enformer")
+
+
+@pytest.mark.parametrize(("name", "training"), [*((name, False) for name in EQUAL), *((name, True) for name in TRAINED)], ids=str)
+def test_equal_modules_are_replaced(name: str, training: bool) -> None:
+    """Outputs and gradients are equal, no tensor holds all pairs, weights can be loaded, and disable undoes the change; in
+    training, with the stock class dropping the same weights as the operator."""
     module, given = made(name)
-    stock_class, counts = type(module), counted(name)
-    with Sizes() as dense:
+    stock_class, counts = type(module.train(training)), counted(name)
+    if name == "enformer":
+        module.pos_dropout.p = 0.0
+    with Sizes() as dense, operators_dropout(module.heads) if training else nullcontext():
         expected = computed(module, nn.Module.__call__, *given, counts=counts)
     model = nn.ModuleDict({"block": module})
     report = enable(model)
@@ -116,22 +123,6 @@ def test_equal_modules_are_replaced(name: str) -> None:
     assert not per_head or name == "vits"  # its mask covers all pairs
     assert enable(model) == {}
     assert disable(model) == {"block": stock_class.__name__} and type(module) is stock_class
-
-
-@pytest.mark.parametrize("name", ["vits", "espnet", "espnet, past", "enformer"])
-def test_dropout(name: str) -> None:
-    """In training mode, with the stock class dropping the same weights as the operator."""
-    module, given = made(name)
-    module.train()
-    if name == "enformer":
-        module.pos_dropout.p = 0.0
-    with operators_dropout(module.heads):
-        expected = computed(module, nn.Module.__call__, *given, counts=counted(name))
-    enable(module)
-    with Sizes() as sizes:
-        ours = computed(module, nn.Module.__call__, *given, counts=counted(name))
-    assert sizes.ours
-    assert_same(ours, expected)
 
 
 def quantised() -> nn.Module:

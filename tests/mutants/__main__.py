@@ -46,7 +46,8 @@ AREAS = {
     "distributed": "cpu/test_distributed",
     "grids": "cpu/test_grids cpu/test_torch",
     "integrations": "enable/test_structure enable/test_refused enable/test_replaced enable/test_later",
-    "integrations/transformers": "enable/test_families enable/test_decoding enable/test_replaced enable/test_door enable/test_packing",
+    "integrations/transformers": "enable/test_families enable/test_decoding enable/test_replaced enable/test_door "
+    "enable/test_packing",
     "kernels": "operator/test_sweeps operator/test_sums operator/test_draws operator/test_edges interpreter/test_tiles "
     "interpreter/test_features interpreter/test_calls interpreter/test_key_terms",
     "kernels/bwd_dq": "operator/test_draws interpreter/test_tiles interpreter/test_calls",
