@@ -37,7 +37,7 @@ lint: setup ## ruff and mypy
 
 # Triton decides when a kernel is decorated whether it is interpreted: two kinds of tests, two processes.
 test: setup ## all parts, in plain torch and in Triton's interpreter: before a pull request
-	$(PYTEST) tests/cpu tests/operator -m $(QUICK)
+	$(PYTEST) tests/cpu tests/enable tests/operator -m $(QUICK)
 	TRITON_INTERPRET=1 $(PYTEST) $(INTERPRETED) -m $(QUICK)
 	@echo "Not run: the other tests of kernels, interpreted, compiled and emulated (make kernels), long cases (make long"
 	@echo "long-kernels), other libraries (make test-libraries), other versions (make help)."
@@ -51,7 +51,7 @@ kernels: setup ## the other tests of kernels: compiled, emulated, interpreted
 	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter -m $(QUICK)
 
 long: setup ## cases marked thorough, in plain torch and in the emulator
-	$(PYTEST) tests/cpu tests/operator tests/emulator -m $(LONG)
+	$(PYTEST) tests/cpu tests/enable tests/operator tests/emulator -m $(LONG)
 
 long-kernels: setup ## cases marked thorough of compiled and interpreted kernels, and the rest of tests/operator in the interpreter
 	$(PYTEST) tests/compile -m $(LONG)
@@ -84,7 +84,7 @@ COMPILED := $(addprefix tests/compile/test_,features.py plans.py grids.py stub_g
 models-oldest: setup ## the models of transformers with its oldest supported version (50 MB)
 	$(BIN)/pip install --quiet --no-deps --upgrade --target .transformers-oldest \
 		$(shell grep ^transformers== constraints-oldest.txt)
-	PYTHONPATH=.transformers-oldest $(PYTEST) tests/cpu/test_families.py tests/cpu/test_decoding.py tests/cpu/test_enable*.py -m $(QUICK)
+	PYTHONPATH=.transformers-oldest $(PYTEST) $(addprefix tests/enable/test_,families.py decoding.py replaced.py refused.py) -m $(QUICK)
 
 # All that is newest: torch, triton and transformers of constraints-newest.txt, in .venv-newest; this torch comes with CUDA.
 test-newest: ## all tests with the newest torch, triton and transformers, in .venv-newest (6 GB)

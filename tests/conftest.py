@@ -26,7 +26,10 @@ NOT_HERE = {
     TESTS / "interpreter": None if INTERPRETED else "runs kernels in Triton's interpreter: needs TRITON_INTERPRET=1",
     TESTS / "compile": "compiles kernels: needs a process without TRITON_INTERPRET=1" if INTERPRETED else None,
     TESTS / "emulator": "compiles kernels: needs a process without TRITON_INTERPRET=1" if INTERPRETED else None,
-    TESTS / "cpu": "tests what happens without kernels: needs a process without TRITON_INTERPRET=1" if INTERPRETED else None,
+    **{
+        TESTS / name: "needs a process without TRITON_INTERPRET=1, and no kernels" if INTERPRETED else None
+        for name in ("cpu", "enable")
+    },
 }
 
 

@@ -41,8 +41,8 @@ INSTEAD = {
     "compare main": "compare HEAD",
     "lengths 200": "lengths 2",
     "out/bench/": "bench/results/cpu/",
-    "enable --model package.module:factory": "enable --model tests.cpu.models:small_t5",
-    "package.module:factory": "tests.cpu.stock:SpeechBlock",
+    "enable --model package.module:factory": "enable --model tests.enable.models:small_t5",
+    "package.module:factory": "tests.enable.stock:SpeechBlock",
 }
 NEED_TRITON = (*(f"bench {verb}" for verb in ("tune", "compile", "host", "gpu")), "bench.gpu")
 NEED_A_GPU = ("triton_relattn check", "triton_relattn tune")

@@ -14,7 +14,7 @@ from triton_relattn import measure
 from triton_relattn.__main__ import main
 from triton_relattn._peaks import in_own_process
 
-MODEL, INPUTS = "tests.cpu.stock:SpeechBlock", "tests.cpu.test_measure:inputs"
+MODEL, INPUTS = "tests.enable.stock:SpeechBlock", "tests.cpu.test_measure:inputs"
 
 
 def inputs(length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,7 +64,7 @@ def test_a_stock_model_without_memory(tmp_path: Path) -> None:
     ("change", "said"),
     [
         ({"inputs": None}, "the inputs of SpeechBlock are not known. Name a function with --inputs"),
-        ({"model": "tests.cpu.stock:nothing"}, "no attribute 'nothing'; expected package.module:function"),
+        ({"model": "tests.enable.stock:nothing"}, "no attribute 'nothing'; expected package.module:function"),
         ({"model": "math:pi"}, "math:pi is float, not a torch.nn.Module"),
         ({"model": "torch.nn:Identity", "inputs": "math:floor"}, "Identity returns no floating-point tensor"),
     ],

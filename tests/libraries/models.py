@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.cpu.models import Results, Sizes, computed, varied
+from tests.enable.models import Results, Sizes, computed, varied
 from tests.libraries.standins import absent, bare, load
 from triton_relattn import enable
 from triton_relattn.integrations.report import Report

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cpu.models import LENGTH, PADDED, WHOLE, Sizes, assert_same, operators_dropout
-from tests.cpu.stock import enable as enable_by_structure
+from tests.enable.models import LENGTH, PADDED, WHOLE, Sizes, assert_same, operators_dropout
+from tests.enable.stock import enable as enable_by_structure
 from tests.libraries.models import CLASSES, ESPNET, HEADS, MEL, NEMO, STRUCTURES, Model, X, nemo, states
 from tests.libraries.standins import load, needs
 from tests.tolerance import assert_at_most, assert_near

@@ -45,8 +45,9 @@ AREAS = {
     "check": "interpreter/test_check",
     "distributed": "cpu/test_distributed",
     "grids": "operator/test_grids cpu/test_torch",
-    "integrations": "cpu/test_structure cpu/test_refusals cpu/test_enable",
-    "integrations/transformers": "cpu/test_families cpu/test_decoding cpu/test_enabled cpu/test_door cpu/test_packing",
+    "integrations": "enable/test_structure enable/test_refused enable/test_replaced enable/test_later",
+    "integrations/transformers": "enable/test_families enable/test_decoding enable/test_replaced enable/test_door "
+    "enable/test_packing",
     "kernels": "operator/test_sweeps operator/test_sums operator/test_draws operator/test_edges interpreter/test_tiles "
     "interpreter/test_features interpreter/test_calls interpreter/test_key_terms",
     "kernels/bwd_dq": "operator/test_draws interpreter/test_tiles interpreter/test_calls",

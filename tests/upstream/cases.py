@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from bench.families import FAMILIES
-from tests.cpu.whole_models import VISION, images
+from tests.enable.whole_models import VISION, images
 from triton_relattn.integrations.transformers import enable
 
 FOLDER = Path(os.environ["UPSTREAM"])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cpu.models import Sizes, assert_same, computed, parts, varied
+from tests.enable.models import Sizes, assert_same, computed, parts, varied
 from tests.libraries.standins import absent, load, needs
 from tests.tolerance import assert_near
 from triton_relattn import disable, enable

@@ -8,15 +8,16 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.cpu import stock
-from tests.cpu.models import Sizes, assert_as_stock, assert_same, computed, operators_dropout
-from tests.cpu.stock import Altered, ShawAttention, enable
+from tests.enable import stock
+from tests.enable.models import Sizes, assert_as_stock, assert_same, computed, operators_dropout
+from tests.enable.stock import Altered, ShawAttention, enable
 from tests.tolerance import assert_near
 from triton_relattn import __main__ as command
 from triton_relattn import disable
@@ -90,12 +91,18 @@ def counted(name: str) -> torch.Tensor | None:
     return padding()[:, None] if name == "vits" else None
 
 
-@pytest.mark.parametrize("name", EQUAL)
-def test_equal_modules_are_replaced(name: str) -> None:
-    """Outputs and gradients are equal, no tensor holds all pairs, weights can be loaded, and disable undoes the change."""
+TRAINED = ("vits", "espnet", "espnet, past", "enformer")
+
+
+@pytest.mark.parametrize(("name", "training"), [*((name, False) for name in EQUAL), *((name, True) for name in TRAINED)], ids=str)
+def test_equal_modules_are_replaced(name: str, training: bool) -> None:
+    """Outputs and gradients are equal, no tensor holds all pairs, weights can be loaded, and disable undoes the change; in
+    training, with the stock class dropping the same weights as the operator."""
     module, given = made(name)
-    stock_class, counts = type(module), counted(name)
-    with Sizes() as dense:
+    stock_class, counts = type(module.train(training)), counted(name)
+    if name == "enformer":
+        module.pos_dropout.p = 0.0
+    with Sizes() as dense, operators_dropout(module.heads) if training else nullcontext():
         expected = computed(module, nn.Module.__call__, *given, counts=counts)
     model = nn.ModuleDict({"block": module})
     report = enable(model)
@@ -118,54 +125,34 @@ def test_equal_modules_are_replaced(name: str) -> None:
     assert disable(model) == {"block": stock_class.__name__} and type(module) is stock_class
 
 
-@pytest.mark.parametrize("name", ["vits", "espnet", "espnet, past", "enformer"])
-def test_dropout(name: str) -> None:
-    """In training mode, with the stock class dropping the same weights as the operator."""
-    module, given = made(name)
-    module.train()
-    if name == "enformer":
-        module.pos_dropout.p = 0.0
-    with operators_dropout(module.heads):
-        expected = computed(module, nn.Module.__call__, *given, counts=counted(name))
-    enable(module)
-    with Sizes() as sizes:
-        ours = computed(module, nn.Module.__call__, *given, counts=counted(name))
-    assert sizes.ours
-    assert_same(ours, expected)
-
-
-def returning_none() -> nn.Module:
-    return Altered(lambda _, out, *__: (out, None, None))
-
-
-def dropping_behind() -> nn.Module:
-    module: Any = ShawAttention()
-    module.wo = nn.Sequential(module.wo, nn.Dropout(0.5))
-    return module.train()  # type: ignore[no-any-return]
-
-
 def quantised() -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.ao.quantization.quantize_dynamic(ShawAttention().eval(), {nn.Linear}, dtype=torch.qint8)  # type: ignore[no-any-return]
 
 
-def with_zero_tables() -> nn.Module:
-    """Set the tables to zero, as at the start of training."""
+def with_child(name: str, change: Callable[[Any], nn.Module]) -> nn.Module:
     module = ShawAttention()
-    nn.init.zeros_(module.distances.weight)
-    return module
+    module.register_module(name, change(getattr(module, name)))
+    return module.train()
 
 
-def in_bfloat16() -> nn.Module:
-    return ShawAttention().to(torch.bfloat16)
+UNIMPORTANT: dict[str, Callable[[], nn.Module]] = {
+    "None beside the result": lambda: Altered(lambda _, out, *__: (out, None, None)),
+    "dropout of the result": lambda: with_child("wo", lambda child: nn.Sequential(child, nn.Dropout(0.5))),
+    "tables of zeros": lambda: with_child(
+        "distances", lambda child: nn.Embedding.from_pretrained(0 * child.weight, freeze=False)
+    ),
+    "quantised": quantised,
+    "bfloat16": lambda: ShawAttention().to(torch.bfloat16),
+}
 
 
-@pytest.mark.parametrize("make", [returning_none, dropping_behind, quantised, with_zero_tables, in_bfloat16])
-def test_what_changes_nothing(make: Callable[[], Any]) -> None:
+@pytest.mark.parametrize("name", UNIMPORTANT)
+def test_what_changes_nothing(name: str) -> None:
     torch.manual_seed(0)
-    module = make()
-    x = torch.randn(*LONG).to(next((weight.dtype for weight in module.parameters()), torch.float32))
+    module = UNIMPORTANT[name]()
+    x = torch.randn(*LONG).to(torch.bfloat16 if name == "bfloat16" else torch.float32)
     torch.manual_seed(3)
     expected = module(x)
     assert enable(module)
@@ -176,7 +163,7 @@ def test_what_changes_nothing(make: Callable[[], Any]) -> None:
     if isinstance(expected, tuple):
         assert type(found) is tuple and found[1:] == expected[1:]
         found, expected = found[0], expected[0]
-    assert_near("the enabled module", found, expected, tolerance=2.0**-6 if make is in_bfloat16 else None)
+    assert_near("the enabled module", found, expected, tolerance=2.0**-6 if name == "bfloat16" else None)
 
 
 def test_no_values_are_needed() -> None:
@@ -266,16 +253,17 @@ def test_layers_that_share_a_bias() -> None:
 
 
 def test_a_mask_that_shows_the_future() -> None:
-    """The Music Transformer's skew leaves other rows' terms in the future: with a mask that shows it, the stock class runs."""
+    """The Music Transformer's skew leaves other rows' terms in the future: with a mask that shows a key of it, the next one for
+    example, the stock class runs."""
     module, x = stock.MusicAttention().eval(), torch.randn(4, 257, WIDTH)
-    enable(module)
-    mask = torch.ones(257, 257).triu(1)
-    assert_as_stock(module, x, x, x, mask, is_ours=True)
-    mask[3, 200] = 0
-    for other in (mask, None):
-        assert_as_stock(module, x, x, x, other, is_ours=False)
+    enable(module, check_calls=False)
+    hidden = torch.ones(257, 257)
+    with_a_hole = hidden.triu(1)
+    with_a_hole[3, 200] = 0
+    for mask in (hidden.triu(1), hidden.triu(2), hidden.triu(3), with_a_hole, None):
+        assert_as_stock(module, x, x, x, mask, is_ours=mask is not None and torch.equal(mask, hidden.triu(1)))
     hook = module.E.register_forward_hook(lambda _, given, out: 2 * out)  # rows are read, it is not called
-    assert_as_stock(module, x, x, x, torch.ones(257, 257).triu(1), is_ours=False)
+    assert_as_stock(module, x, x, x, hidden.triu(1), is_ours=False)
     hook.remove()
 
 
@@ -306,7 +294,7 @@ def test_compiled(name: str) -> None:
 
 
 def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["enable", "--model", "tests.cpu.stock:SpeechBlock", "--by-structure", "--lengths", "512"]) == 0
+    assert command.main(["enable", "--model", "tests.enable.stock:SpeechBlock", "--by-structure", "--lengths", "512"]) == 0
     assert "VITS" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="no relative attention"):
         command.main(["enable", "--model", "torch.nn:Identity"])

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 import sys
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,11 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import families
 from bench.families import FAMILIES
-from tests.cpu import stock
+from tests.conftest import forget_warnings
+from tests.enable import stock
 from tests.tolerance import assert_near
 from triton_relattn.integrations.isolation import Promoted
-from triton_relattn.integrations.transformers import disable, enable
-from triton_relattn.integrations.transformers.door import SERVED
+from triton_relattn.integrations.transformers import disable, door, enable
 from triton_relattn.testing import dropout_mask
 
 LENGTH = 37
@@ -32,6 +36,9 @@ T5 = ("t5", "mt5", "umt5", "switch_transformers", "pop2piano", "pix2struct")
 THROUGH_THE_DOOR = {*T5, "longt5", "wav2vec2_bert", "wav2vec2_conformer", "seamless_m4t"}
 """Folders of families that keep their classes: their configs name our attention implementation."""
 WAVLM = ("wavlm", "wavlm_stable")
+SEQ2SEQ = ["t5", "mt5", "umt5", "switch_transformers", "longt5"]
+"""Models that read with an encoder and write with a decoder; the other writers do both at once."""
+WRITERS = [name for name, family in FAMILIES.items() if family.writer]
 CAUSAL = ("inkling", "bloom", "mpt", "falcon", "longt5", *T5)
 Results = dict[str, torch.Tensor]
 
@@ -40,7 +47,7 @@ def build(name: str, dtype: torch.dtype = torch.float32, layers: int = 2, **chan
     """A small model of a family, with no zero parameters. Older versions of transformers lack some families."""
     folder = FAMILIES[name].folder
     pytest.importorskip(f"transformers.models.{folder}", reason="not in this version of transformers")
-    if folder in THROUGH_THE_DOOR and not any(f".{folder}." in kind.__module__ for kind in SERVED):
+    if folder in THROUGH_THE_DOOR and not any(f".{folder}." in kind.__module__ for kind in door.SERVED):
         pytest.skip("not served in this version of transformers")
     torch.manual_seed(0)
     model: nn.Module = FAMILIES[name].build(small=True, layers=layers, **{**SHARPER.get(name, {}), **changes})
@@ -52,11 +59,13 @@ def small_t5() -> Any:
     return build("t5")
 
 
-def subject(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, dict[str, Any]]:
+def subject(
+    name: str, dtype: torch.dtype = torch.float32, lengths: list[int] = PADDED, **changes: Any
+) -> tuple[Any, dict[str, Any]]:
     """A model of a family, or "toy", which belongs to no library, with inputs long enough for the operator to run."""
     if name != "toy":
-        model = build(name, dtype)
-        return model, arguments(name, model, PADDED)
+        model = build(name, dtype, **changes)
+        return model, arguments(name, model, lengths)
     torch.manual_seed(0)
     toy = nn.Sequential(*(stock.Block(stock.ShawAttention()) for _ in range(2)))
     return toy.to(dtype).eval(), {"input": torch.randn(16, 128, 32, dtype=dtype)}
@@ -127,12 +136,12 @@ def counted(out: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
     return out.where(padded.unflatten(1, (out.shape[1], size)).all(2), 0.0)
 
 
-def forward(model: nn.Module, given: dict[str, Any]) -> torch.Tensor:
+def forward(model: Callable[..., Any], given: dict[str, Any]) -> torch.Tensor:
     copies = {key: argument.clone() if isinstance(argument, torch.Tensor) else argument for key, argument in given.items()}
     return families.output(model(**copies))
 
 
-def output(model: nn.Module, given: dict[str, Any]) -> torch.Tensor:
+def output(model: Callable[..., Any], given: dict[str, Any]) -> torch.Tensor:
     with torch.no_grad():
         return forward(model, given)
 
@@ -168,19 +177,84 @@ def runs_the_operator(model: nn.Module, given: dict[str, Any]) -> bool:
     return sizes.ours
 
 
-def assert_as_stock(module: nn.Module, *given: Any, is_ours: bool | None = None) -> None:
+def assert_as_stock(
+    module: nn.Module, *given: Any, is_ours: bool | None = None, counts: torch.Tensor | None = None, **arguments: Any
+) -> None:
     """A module computes what its stock class does, and bit for bit if the stock forward runs. is_ours: whether the operator must
-    run."""
+    run; counts: the positions to compare."""
     plain = copy.deepcopy(module)
     disable(plain)
-    with Sizes() as sizes, torch.no_grad():
-        out = module(*given)
     with torch.no_grad():
-        expected = plain(*given)
+        with Sizes() as sizes:
+            out = families.output(module(*given, **arguments))
+        expected = families.output(plain(*given, **arguments))
     assert is_ours is None or sizes.ours == is_ours
     if is_ours is False:
         assert torch.equal(out, expected)
-    assert_near("out", out, expected)
+    assert_near("out", counted(out, counts), counted(expected, counts))
+
+
+def classes(model: nn.Module) -> list[tuple[str, type]]:
+    """The names of all modules, and their classes."""
+    return [(name, type(module)) for name, module in model.named_modules()]
+
+
+def held(model: nn.Module) -> list[Any]:
+    """All that a model holds: to compare before and after."""
+    return [(type(part), dict(vars(part))) for part in model.modules()]
+
+
+def attentions(model: nn.Module, enabled: dict[str, str]) -> list[nn.Module]:
+    """The attention of a model that was enabled."""
+    return [model.get_submodule(path) for path, kind in enabled.items() if "Attention" in kind]
+
+
+def through_a_file(model: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "a copy": copy.deepcopy,
+    "a file": through_a_file,
+    "a pickle": lambda model: pickle.loads(pickle.dumps(model)),
+}
+
+
+def through_the_door(model: Any) -> None:
+    """Name our attention implementation in the configs, also of a stack that is no whole model."""
+    for part in model.modules():
+        if hasattr(part, "config"):
+            part.config._attn_implementation = "triton_relattn"
+
+
+@contextmanager
+def planted(model: nn.Module, fault: Callable[..., Any]) -> Iterator[None]:
+    """Compute fault(function, *args) in place of the function that computes a model's attention."""
+    kinds = (type(part) for part in model.modules() if "Attention" in type(part).__name__)
+    replacement = next((kind._triton_relattn for kind in kinds if hasattr(kind, "_triton_relattn")), None)
+    owner, name = (replacement, "function") if replacement else (door, "fused_relative_attention")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, partial(fault, getattr(owner, name)))
+        yield
+
+
+def fails(*_: Any, **__: Any) -> Any:
+    """A fault for planted()."""
+    raise IndexError("planted")
+
+
+@contextmanager
+def said() -> Iterator[list[str]]:
+    """The warnings of the package, also those that are given once per process."""
+    forget_warnings()
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield texts
+    texts += [str(warning.message) for warning in caught if "triton_relattn" in str(warning.message)]
 
 
 def results(model: nn.Module, given: dict[str, Any], counts: torch.Tensor | None = None, seed: int = 2) -> Results:
@@ -232,11 +306,17 @@ def is_number(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype == torch.float64
 
 
+def exactly(model: nn.Module) -> AbstractContextManager[None]:
+    """What a float64 model has to be computed in."""
+    return in_float64() if next(model.parameters()).dtype == torch.float64 else nullcontext()
+
+
 def both(model: nn.Module, given: dict[str, Any], counts: torch.Tensor | None = None) -> tuple[Results, Results]:
-    """Results of the enabled model, which runs the operator, and of the same model after disable."""
-    stock = results(model, given, counts)
+    """Results of the enabled model, which runs the operator, and of the same model before."""
+    with exactly(model):
+        stock = results(model, given, counts)
     assert enable(model)
-    with Sizes() as sizes:
+    with exactly(model), Sizes() as sizes:
         ours = results(model, given, counts)
     assert sizes.ours
     disable(model)
@@ -297,14 +377,14 @@ def operators_dropout(heads: int, one_by_one: bool = False) -> Iterator[None]:
         return (probabilities * torch.cat(keep) / (1 - p)).view_as(states)
 
     def attend(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
-        scale: float | None = None,
-    ) -> torch.Tensor:
+        scale: Any = None,
+    ) -> Any:
         """scaled_dot_product_attention computed explicitly, because its own dropout cannot be patched."""
         assert not is_causal
         logits = (query.shape[-1] ** -0.5 if scale is None else scale) * query @ key.mT

@@ -1,13 +1,12 @@
-"""Enabled models that generate: the same tokens and the same numbers, with caches of all kinds, and with masks of the user's.
+"""Enabled models that generate: the same tokens and the same numbers, with caches of all kinds.
 
 No call that they make is one that is hardly meant: each says where its queries stand.
 """
 
 from __future__ import annotations
 
-import copy
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,28 +19,24 @@ pytest.importorskip("transformers")
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from bench.families import FAMILIES
-from tests.cpu.models import (
+from tests.enable.models import (
     LENGTH,
     PADDED,
+    SEQ2SEQ,
     WHOLE,
+    WRITERS,
     arguments,
-    assert_same,
-    both,
     build,
     counted,
     in_float64,
     padding_first,
-    real,
-    results,
+    through_the_door,
     writer,
 )
 from triton_relattn.integrations import in_place
 from triton_relattn.integrations.transformers import enable
 
 pytestmark = pytest.mark.filterwarnings("error:.*(query_offset|positions=|attn_mask)")
-WRITERS = [name for name, family in FAMILIES.items() if family.writer]
-SEQ2SEQ = ["t5", "mt5", "umt5", "switch_transformers", "longt5"]
-"""Models that read with an encoder and write with a decoder; the other writers do both at once."""
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "no_repeat_ngram_size": 1}
 HOW: dict[str, dict[str, Any]] = {
     "cache": {},
@@ -55,30 +50,25 @@ NO_STATIC_CACHE = ("falcon", "inkling")
 its first layer has a window. Inkling's is in test_a_static_cache_that_counts_in_place."""
 
 
-def ways(quick: tuple[str, str], hows: Iterable[str] = HOW) -> list[Any]:
-    """Families, and of some entries of HOW those that the stock models support; all but one are thorough."""
-    return [
-        pytest.param(name, how, id=f"{name}-{how}", marks=[pytest.mark.thorough] * ((name, how) != quick))
-        for name in WRITERS
-        for how in hows
-        if not (name in NO_STATIC_CACHE and "static" in how)
-    ]
+GENERATED: dict[str, tuple[str, str, int, Callable[[Any], Any]]] = {}
+GENERATED |= {f"{name}-{how}": (name, how, 0, enable) for name in WRITERS for how in HOW}
+GENERATED |= {f"{name}-{how}-long-calls": (name, how, 500, enable) for name in WRITERS for how in ("cache", "static")}
+GENERATED |= {f"t5-{how}-door": ("t5", how, 0, through_the_door) for how in ("cache", "static")}
+QUICK = ("t5-cache", "t5-static-long-calls", "t5-cache-door", "t5-static-door")
 
 
-@pytest.mark.parametrize(("name", "how"), ways(("t5", "cache")))
-def test_generation(name: str, how: str) -> None:
-    generate_the_same(name, how)
-
-
-@pytest.mark.parametrize(("name", "how"), ways(("t5", "static"), ("cache", "static")))
-def test_generation_with_both(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ours reads the prompt, stock forwards read the single tokens after it, as where models are small."""
-    monkeypatch.setattr(in_place.InPlace, "fewest", 500)
-    generate_the_same(name, how)
-
-
-def generate_the_same(name: str, how: str) -> None:
-    """Generation gives the same tokens, with and without a mask and left padding."""
+@pytest.mark.parametrize(
+    ("name", "how", "fewest", "switch"),
+    [
+        pytest.param(*case, id=what, marks=[pytest.mark.thorough] * (what not in QUICK))
+        for what, case in GENERATED.items()
+        if not (case[0] in NO_STATIC_CACHE and "static" in what)
+    ],
+)
+def test_generation(name: str, how: str, fewest: int, switch: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tokens, with and without a mask and left padding, also where ours reads the prompt, and stock forwards read the
+    single tokens after it, as in small models (fewest: scores of a call that is ours)."""
+    monkeypatch.setattr(in_place.InPlace, "fewest", fewest)
     # With a static cache the stock model cannot read more tokens than its window.
     changes: dict[str, Any] = {"sliding_window_size": 40} if name.startswith("inkling2") and "static" in how else {}
     model = writer(name, **changes)
@@ -87,48 +77,10 @@ def generate_the_same(name: str, how: str) -> None:
     masks = [None, *(padding_first(count, 12) for count in (0, 5))]
     given = [{"attention_mask": mask, "max_new_tokens": 14, **GREEDY, **HOW[how]} for mask in masks]
     stock = [model.generate(tokens, **settings) for settings in given]
-    enable(model)
+    switch(model)
     for settings, expected in zip(given, stock, strict=True):
         assert torch.equal(model.generate(tokens, **settings), expected)
     assert len(set(stock[1][0, -14:].tolist())) == 14
-
-
-@pytest.mark.parametrize("name", ["t5", "umt5", "bloom", "falcon"])
-@pytest.mark.parametrize("is_trained", [False, True], ids=["generate", "train"])
-def test_calls_with_a_cache_are_compared(name: str, is_trained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them, with a graph and without; of a cache no more is copied than the layer's own part."""
-    model = writer(name)
-    report = enable(model, check_calls=True)
-    copies: list[str] = []
-    deepcopy = copy.deepcopy
-
-    def counted_deepcopy(value: Any, *memo: Any) -> Any:
-        copies.extend([type(value).__name__] if "Cache" in type(value).__name__ else [])
-        return deepcopy(value, *memo)
-
-    monkeypatch.setattr(copy, "deepcopy", counted_deepcopy)
-    torch.manual_seed(1)
-    tokens = torch.randint(1, 50, (2, 12))
-    if is_trained:
-        model.train()(input_ids=tokens, labels=tokens, use_cache=True).loss.backward()
-    else:
-        model.generate(tokens, max_new_tokens=3, **GREEDY)
-    calls = report.calls()
-    assert calls.compared > 0 and not copies and not calls.not_compared and not calls.differing
-
-
-def test_what_raises_behind_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys may be in the cache already: the stock forward would append them again, so the error is the caller's."""
-    model = writer("bloom")
-    enable(model, check_calls=False)
-
-    def fails(*_: Any, **__: Any) -> Any:
-        raise IndexError("planted")
-
-    attention = next(part for part in model.modules() if "Attention" in type(part).__name__)
-    monkeypatch.setattr(type(attention)._triton_relattn, "function", fails)
-    with pytest.raises(IndexError, match="planted"):
-        model(torch.randint(1, 50, (2, 12)), use_cache=True)
 
 
 PIECES = ((0, 9), (9, 10), (10, 25), (25, LENGTH))
@@ -248,82 +200,6 @@ def test_streaming(lookahead: int, masked: bool) -> None:
         ours = in_pieces()
     assert ours.shape == (2, LENGTH, 32)
     assert_near("ours", ours, stock)
-
-
-QUERY, KEY = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
-MASKS = {
-    "causal": KEY <= QUERY,  # also in sliding layers: this mask does not ask for their window
-    "prefix": (KEY <= QUERY) | (KEY < 12),  # a prefix that is visible from all positions
-    "everything": torch.ones(LENGTH, LENGTH, dtype=torch.bool),
-    "documents": (KEY <= QUERY) & ((KEY < 20) == (QUERY < 20)),
-    "a-row-for-all": KEY[None] < 30,  # (1, Nk): visible to all queries, including earlier ones
-}
-TAKE_MASKS = [*SEQ2SEQ, "pix2struct", "inkling", "inkling2", "mpt"]  # BLOOM and Falcon do not accept one
-
-
-def as_numbers(visible: torch.Tensor) -> torch.Tensor:
-    """(2, 1, Nq, Nk), the dtype's lowest number where a key is hidden."""
-    lowest = torch.finfo(torch.float64).min
-    return torch.zeros(2, 1, *visible.shape, dtype=torch.float64).masked_fill(~visible, lowest)
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        *((name, "prefix") for name in TAKE_MASKS),
-        *(("inkling", kind) for kind in MASKS if kind not in ("prefix", "a-row-for-all")),
-        *((name, kind) for name in ("t5", "mpt", "inkling2") for kind in ("everything", "a-row-for-all")),
-    ],
-)
-def test_a_mask_of_the_users(name: str, kind: str) -> None:
-    """A mask (B, 1, Nq, Nk) is used unchanged in all layers: no causal mask is added to it."""
-    model = build(name, torch.float64)
-    given = arguments(name, model, WHOLE)
-    mask = "decoder_attention_mask" if "decoder_attention_mask" in given else "attention_mask"
-    given[mask] = as_numbers(MASKS[kind])
-    with in_float64():
-        ours, stock = both(model, given)
-        assert_same(ours, stock)
-
-
-@pytest.mark.parametrize(
-    ("name", "holes"),
-    [("inkling", True), *(pytest.param(name, False, marks=pytest.mark.thorough) for name in (*WRITERS, "pix2struct"))],
-)
-def test_padding_first(name: str, holes: bool) -> None:
-    """Padding may come first, or anywhere with holes."""
-    model = build(name, torch.float64)
-    given = arguments(name, model, WHOLE)
-    for argument in given:
-        if argument.endswith("attention_mask"):
-            given[argument] = padding_first(14 if argument == "decoder_attention_mask" else 5)
-            given[argument] *= (torch.rand(2, LENGTH) > 0.3).long() if holes else 1
-    counts = given.get("decoder_attention_mask", given["attention_mask"])[..., None].bool()
-    with in_float64():
-        assert_same(*both(model, given, counts))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", [*WRITERS, "pix2struct"])
-def test_decoders_in_both_directions(name: str) -> None:
-    model = build(name, torch.float64)
-    model.get_submodule("decoder" if name in SEQ2SEQ else "").config.is_causal = False
-    with in_float64():
-        assert_same(*both(model, arguments(name, model, PADDED), real(PADDED)))
-
-
-@pytest.mark.parametrize("ends", [[20], [7, 9, 30]])
-def test_packed_sequences(ends: list[int]) -> None:
-    """Positions that restart begin a new sequence."""
-    model = build("inkling", torch.float64)
-    tokens = arguments("inkling", model, WHOLE)["input_ids"]
-    pieces = torch.tensor([0, *ends, LENGTH]).diff().tolist()
-    packed = {"input_ids": tokens, "position_ids": torch.cat([torch.arange(piece) for piece in pieces]).expand(2, -1)}
-    with in_float64():
-        ours, stock = both(model, packed)
-        unpacked = results(model, {"input_ids": tokens})
-    assert_same(ours, stock)
-    assert (unpacked["out"] - stock["out"]).abs().max() > 0.1
 
 
 def test_compiled_steps() -> None:

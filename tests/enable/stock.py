@@ -37,17 +37,13 @@ def by_distance(rows: torch.Tensor, first: int) -> torch.Tensor:
 class SpeechBlock(nn.Module):
     """VITS' attention rewritten: convolutions, and windows of relative vectors for keys and values."""
 
-    def __init__(
-        self, width: int = 32, heads: int = 2, reach: int = 3, shared: bool = True, drop: float = 0.1, sign: float = 1.0
-    ) -> None:
+    def __init__(self, shared: bool = True, sign: float = 1.0) -> None:
         super().__init__()
-        self.heads, self.reach, self.sign = heads, reach, sign
-        self.to_query, self.to_key, self.to_value, self.to_output = (nn.Conv1d(width, width, 1) for _ in range(4))
-        tables = 1 if shared else heads
-        self.distance_keys, self.distance_values = (
-            nn.Parameter(torch.randn(tables, 2 * reach + 1, width // heads)) for _ in range(2)
-        )
-        self.thin = nn.Dropout(drop)
+        self.heads, self.reach, self.sign = 2, 3, sign
+        self.to_query, self.to_key, self.to_value, self.to_output = (nn.Conv1d(32, 32, 1) for _ in range(4))
+        tables = 1 if shared else self.heads
+        self.distance_keys, self.distance_values = (nn.Parameter(torch.randn(tables, 7, 16)) for _ in range(2))
+        self.thin = nn.Dropout(0.1)
 
     def forward(self, signal: torch.Tensor, memory: torch.Tensor, m: torch.Tensor | None = None) -> torch.Tensor:
         query, key, value = (
@@ -74,23 +70,13 @@ class ConformerAttention(nn.Module):
     """ESPnet's attention as copied into a project. legacy: its older shift, with N rows, which wraps around to rows of other
     queries. casts: positions may have another dtype than the weights, as in GigaAM."""
 
-    def __init__(
-        self,
-        width: int = 32,
-        heads: int = 4,
-        drop: float = 0.1,
-        legacy: bool = False,
-        past: bool = False,
-        hides: bool = False,
-        casts: bool = False,
-    ) -> None:
+    def __init__(self, legacy: bool = False, past: bool = False, hides: bool = False, casts: bool = False) -> None:
         super().__init__()
-        self.heads, self.legacy, self.past, self.hides = heads, legacy, past, hides
-        self.casts = casts
-        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(width, width) for _ in range(4))
-        self.pos_proj = nn.Linear(width, width, bias=False)
-        self.u_bias, self.v_bias = (nn.Parameter(torch.randn(heads, width // heads)) for _ in range(2))
-        self.dropout = nn.Dropout(drop)
+        self.heads, self.legacy, self.past, self.hides, self.casts = 4, legacy, past, hides, casts
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(32, 32) for _ in range(4))
+        self.pos_proj = nn.Linear(32, 32, bias=False)
+        self.u_bias, self.v_bias = (nn.Parameter(torch.randn(4, 8)) for _ in range(2))
+        self.dropout = nn.Dropout(0.1)
 
     def shifted(self, rows: torch.Tensor, keys: int) -> torch.Tensor:
         batch, heads, length, count = rows.shape
@@ -175,22 +161,15 @@ class ShawAttention(nn.Module):
     an embedding."""
 
     def __init__(
-        self,
-        width: int = 32,
-        heads: int = 2,
-        furthest: int = 4,
-        unscaled: bool = False,
-        sign: float = 1.0,
-        past_first: bool = False,
-        parameter: bool = False,
+        self, furthest: int = 4, unscaled: bool = False, sign: float = 1.0, past_first: bool = False, parameter: bool = False
     ) -> None:
         super().__init__()
-        self.heads, self.furthest, self.unscaled, self.sign, self.past_first = heads, furthest, unscaled, sign, past_first
-        self.wq, self.wk, self.wv, self.wo = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.heads, self.furthest, self.unscaled, self.sign, self.past_first = 2, furthest, unscaled, sign, past_first
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(32, 32, bias=False) for _ in range(4))
         if parameter:
-            self.vectors = nn.Parameter(torch.randn(2 * furthest + 1, width // heads))
+            self.vectors = nn.Parameter(torch.randn(2 * furthest + 1, 16))
         else:
-            self.distances = nn.Embedding(2 * furthest + 1, width // heads)
+            self.distances = nn.Embedding(2 * furthest + 1, 16)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         q, k, v = (split_heads(project(x), self.heads) for project in (self.wq, self.wk, self.wv))
@@ -203,7 +182,10 @@ class ShawAttention(nn.Module):
         scores = scale * (q @ k.mT) + term if self.unscaled else scale * (q @ k.mT + term)
         if mask is not None:
             scores = scores.masked_fill(~mask[:, None, None], torch.finfo(scores.dtype).min)
-        return self.wo((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        return self.wo((self.weigh(scores) @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    def weigh(self, scores: torch.Tensor) -> torch.Tensor:
+        return scores.softmax(-1)
 
 
 class Altered(ShawAttention):
@@ -226,14 +208,9 @@ class StepByStep(ShawAttention):
         super().__init__()
         self.change_scores, self.change_weights, self.p = scores, weights, 0.0
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        q, k, v = (split_heads(project(x), self.heads) for project in (self.wq, self.wk, self.wv))
-        position = torch.arange(x.shape[1])
-        row = (position[:, None] - position).clamp(-self.furthest, self.furthest) + self.furthest
-        term = torch.einsum("bhid,ijd->bhij", q, self.distances(row))
-        weights = self.change_scores(self, q.shape[-1] ** -0.5 * (q @ k.mT + term)).softmax(-1)
-        weights = F.dropout(self.change_weights(self, weights), self.p, self.training)
-        return self.wo((weights @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+    def weigh(self, scores: torch.Tensor) -> torch.Tensor:
+        weights = self.change_weights(self, self.change_scores(self, scores).softmax(-1))
+        return F.dropout(weights, self.p, self.training)
 
 
 class FeatureAttention(nn.Module):
@@ -312,47 +289,6 @@ class JointMusicAttention(nn.Module):
         return out, weights.mean(1) if need_weights else None
 
 
-class BucketAttention(nn.Module):
-    """T5's bias, with an embedding in each layer. passes_on: take the bias of the previous layer, as T5 does."""
-
-    def __init__(self, width: int = 32, heads: int = 2, causal_buckets: bool = False) -> None:
-        super().__init__()
-        self.heads, self.both = heads, not causal_buckets
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
-        self.relative_attention_bias = nn.Embedding(8, heads)
-        self.max_distance = 20
-
-    def buckets(self, length: int) -> torch.Tensor:
-        distance = torch.arange(length) - torch.arange(length)[:, None]
-        count, bucket = 8, torch.zeros_like(distance)
-        if self.both:
-            count = 4
-            bucket = (distance > 0).long() * count
-            distance = distance.abs()
-        else:
-            distance = -distance.clamp(max=0)
-        exact = count // 2
-        far = exact + (
-            torch.log(distance.clamp(min=1).float() / exact) / math.log(self.max_distance / exact) * (count - exact)
-        ).long().clamp(max=count - exact - 1)
-        return bucket + torch.where(distance < exact, distance, far)
-
-    def forward(self, hidden_states: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        q, k, v = (split_heads(project(hidden_states), self.heads) for project in (self.q, self.k, self.v))
-        scores = q @ k.mT + self.relative_attention_bias(self.buckets(q.shape[2])).permute(2, 0, 1)
-        scores = scores if mask is None else scores + mask
-        return self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
-
-
-class SharedBucketAttention(BucketAttention):
-    """As in T5's layers, the bias is passed on to the next layer."""
-
-    def forward(  # type: ignore[override]
-        self, hidden_states: torch.Tensor, mask: torch.Tensor | None = None, position_bias: torch.Tensor | None = None
-    ) -> Any:
-        return super().forward(hidden_states, mask), position_bias
-
-
 class GatedAttention(nn.Module):
     """WavLM's attention, sequence first: the first layer computes the bucketed bias, and each layer multiplies it by a gate."""
 
@@ -403,33 +339,6 @@ class GatedLayers(nn.Module):
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         x, _, bias = self.first(x, x, x, mask, need_weights=False)
         return self.second(x, x, x, mask, need_weights=False, position_bias=bias)[0]  # type: ignore[no-any-return]
-
-
-class MemoryAttention(nn.Module):
-    """The parts of Transformer-XL's own layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv_net, self.r_net, self.o_net = nn.Linear(8, 24), nn.Linear(8, 8), nn.Linear(8, 8)
-
-
-class LeftRightAttention(nn.Module):
-    """Those of WeNet's class with Shaw's term."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.max_left_rel_pos, self.max_right_rel_pos = 64, 8
-        self.linear_q, self.linear_k, self.linear_v, self.linear_out = (nn.Linear(8, 8) for _ in range(4))
-        self.rel_k_embed = nn.Embedding(73, 4)
-
-
-class WindowAttention(nn.Module):
-    """Swin's attention; only its table matters here."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.proj = nn.Linear(8, 24), nn.Linear(8, 8)
-        self.relative_position_bias_table = nn.Parameter(torch.randn(9, 2))
 
 
 class Block(nn.Module):

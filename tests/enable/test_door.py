@@ -20,40 +20,30 @@ pytest.importorskip("transformers")
 import transformers
 
 from bench.families import FAMILIES
-from tests.conftest import forget_warnings
-from tests.cpu.models import (
-    LENGTH,
+from tests.enable.models import (
     PADDED,
     THROUGH_THE_DOOR,
     Sizes,
     arguments,
     assert_same,
     build,
-    counted,
     counting,
     in_float64,
     output,
+    planted,
     results,
     runs_the_operator,
-    writer,
+    subject,
+    through_the_door,
 )
 from tests.tolerance import assert_near
 from triton_relattn import disable, enable
-from triton_relattn.integrations import in_place
 from triton_relattn.integrations.transformers import door
 
 NAME = "triton_relattn"
 NAMES = [name for name, family in FAMILIES.items() if family.folder in THROUGH_THE_DOOR]
 LONG = 53
 """Longer than any width of the small models."""
-
-
-def switched(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    model = build(name, dtype, **changes)
-    for part in model.modules():  # a stack that is no whole model has a config alone
-        if hasattr(part, "config"):
-            part.config._attn_implementation = NAME
-    return model
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -65,9 +55,7 @@ def test_outputs_and_gradients(name: str) -> None:
     counts = counting(name, PADDED)
     with in_float64():
         stock = results(model, given, counts)
-        for part in model.modules():
-            if hasattr(part, "config"):
-                part.config._attn_implementation = NAME
+        through_the_door(model)
         results(model, given, counts)  # in the first call modules are compared
         with Sizes() as sizes, warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -84,8 +72,7 @@ def reasons(model: Any) -> list[str]:
 
 @pytest.mark.parametrize("name", ["t5", "wav2vec2_bert"])
 def test_set_attn_implementation(name: str) -> None:
-    model = build(name)
-    given = arguments(name, model, PADDED)
+    model, given = subject(name)
     expected = output(model, given)
     model.set_attn_implementation(NAME)
     assert_near("output", output(model, given), expected)
@@ -99,117 +86,19 @@ def test_set_attn_implementation(name: str) -> None:
     assert enable(made) == {}
 
 
-def test_a_module_that_differs_is_eagers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_differs_is_eagers() -> None:
     """The first call compares it; a warning says so once, and results are right from the first one on."""
     model, other = build("t5"), build("t5")
     given = arguments("t5", model, PADDED)
     expected = output(model, given)
     model.set_attn_implementation(NAME)
-    true = door.fused_relative_attention
-    monkeypatch.setattr(door, "fused_relative_attention", lambda *args, **options: 1.001 * true(*args, **options))
-    with pytest.warns(UserWarning, match="attention of T5Attention stays eager's: it computes something else") as caught:
-        assert torch.equal(output(model, given), expected)
-    assert len(caught) == 1 and all(reasons(model)) and not runs_the_operator(model, given)
-    with pytest.raises(RuntimeError, match="no module of T5Model was enabled"):
-        enable(other)
+    with planted(model, lambda true, *args, **options: 1.001 * true(*args, **options)):
+        with pytest.warns(UserWarning, match="attention of T5Attention stays eager's: it computes something else") as caught:
+            assert torch.equal(output(model, given), expected)
+        assert len(caught) == 1 and all(reasons(model)) and not runs_the_operator(model, given)
+        with pytest.raises(RuntimeError, match="no module of T5Model was enabled"):
+            enable(other)
     assert other.config._attn_implementation == "eager" and torch.equal(output(other, given), expected)
-
-
-def test_what_raises_in_ours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The call is eager's; one warning names the exception."""
-    model = switched("t5")
-    given = arguments("t5", model, PADDED)
-    output(model, given)
-
-    def fails(*_: Any, **__: Any) -> Any:
-        raise IndexError("planted")
-
-    monkeypatch.setattr(door, "fused_relative_attention", fails)
-    forget_warnings()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert torch.equal(output(model, given), output(build("t5"), given))
-    assert ["IndexError: planted" in str(warning.message) for warning in caught] == [True]
-
-
-@pytest.mark.parametrize("name", ["t5", "pix2struct", "wav2vec2_bert"])
-def test_attention_weights_are_eagers(name: str) -> None:
-    model = build(name)
-    given = arguments(name, model, PADDED)
-    names = ("attentions", "decoder_attentions", "cross_attentions", "encoder_attentions")
-    with torch.no_grad():
-        stock = model(**given, output_attentions=True)
-        model.set_attn_implementation(NAME)
-        ours = model(**given, output_attentions=True)
-    compared = [(getattr(ours, part), getattr(stock, part)) for part in names if getattr(stock, part, None) is not None]
-    assert compared and all(torch.equal(*pair) for group in compared for pair in zip(*group, strict=True))
-    assert runs_the_operator(model, given)
-
-
-@pytest.mark.parametrize("how", ["first", "after a call", "enabled"])
-@pytest.mark.parametrize("name", ["t5", "umt5", "wav2vec2_bert_relative"])
-def test_graphs(name: str, how: str) -> None:
-    """One graph has the operator for all attention, after a call or enable; one of modules that were not compared has eager's,
-    which a warning says."""
-    model = switched(name)
-    given = arguments(name, model, PADDED)
-    if "t5" in name:  # whose caches torch 2.11 cannot trace
-        given["use_cache"] = False
-    expected = output(build(name), given)
-    if how != "first":
-        (enable if how == "enabled" else lambda model: output(model, given))(model)
-    operators: list[str] = []
-
-    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
-        operators.extend(str(node.target) for node in graph.graph.nodes if NAME in str(node.target))
-        return graph
-
-    torch._dynamo.reset()
-    forget_warnings()
-    compiled: Any = torch.compile(model, backend=backend, fullgraph=True)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert_near("output", output(compiled, given), expected)
-    said = [str(warning.message) for warning in caught if "has eager attention" in str(warning.message)]
-    count = len([part for part in model.modules() if type(part) in door.SERVED])
-    assert (len(said), len(operators)) == ((1, 0) if how == "first" else (0, count))
-
-
-def test_an_exported_model_has_stock_attention() -> None:
-    model = switched("wav2vec2_bert")
-    given = arguments("wav2vec2_bert", model, PADDED)
-    expected = output(model, given)
-    program = torch.export.export(model, (), given, strict=False)
-    assert NAME not in str(program.graph)
-    assert_near("output", program.module()(**given)[0], expected)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_gradients_through_checkpoints(use_reentrant: bool) -> None:
-    """The table that layers pass on has its gradient, as the dense bias has."""
-    model = switched("t5", torch.float64).train()
-    given = arguments("t5", model, PADDED)
-    plain = results(model, given)
-    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    assert_same(results(model, given), plain)
-    assert plain["encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"].abs().max() > 0
-
-
-@pytest.mark.parametrize("cache", [None, "static"])
-def test_generation(cache: str | None) -> None:
-    """Tokens and logits with and without left padding are those of eager attention."""
-    model = writer("t5", torch.float64)
-    torch.manual_seed(1)
-    tokens, mask = torch.randint(1, 50, (2, 12)), torch.ones(2, 12).long()
-    mask[0, :5] = 0
-    options = {"max_new_tokens": 9, "do_sample": False, "cache_implementation": cache, "pad_token_id": 0}
-    options |= {"return_dict_in_generate": True, "output_logits": True}
-    stock = [model.generate(tokens, attention_mask=given, **options) for given in (None, mask)]
-    model.set_attn_implementation(NAME)
-    for given, expected in zip((None, mask), stock, strict=True):
-        found = model.generate(tokens, attention_mask=given, **options)
-        assert torch.equal(found.sequences, expected.sequences)
-        assert_near("logits", torch.stack(found.logits), torch.stack(expected.logits))
 
 
 def test_masks_of_the_user() -> None:
@@ -241,17 +130,6 @@ def test_a_call_of_attention_without_a_mask() -> None:
             assert_near("output", part(states, **given)[0], out)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_short_calls_in_sixteen_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are eager's, bit for bit, also of a sequence without a real token."""
-    monkeypatch.setattr(in_place.InPlace, "fewest", in_place.FEWEST)
-    model = build("t5", dtype)
-    given = arguments("t5", model, [LENGTH, 0])
-    expected = output(model, given)
-    model.set_attn_implementation(NAME)
-    assert torch.equal(output(model, given), expected) and not runs_the_operator(model, given)
-
-
 def test_models_without_relative_attention_are_sdpas() -> None:
     config = transformers.BertConfig(
         vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, is_decoder=True
@@ -267,8 +145,7 @@ def test_models_without_relative_attention_are_sdpas() -> None:
 
 def test_derived_classes_are_sdpas() -> None:
     """What a class of the user changes is not known, so its dense bias is not replaced."""
-    model = build("t5", torch.float64)
-    given = arguments("t5", model, PADDED)
+    model, given = subject("t5", torch.float64)
 
     class Doubled(type(model.encoder.block[0].layer[0].SelfAttention)):  # type: ignore[misc]
         def compute_bias(self, *args: Any, **options: Any) -> torch.Tensor:
@@ -283,7 +160,8 @@ def test_derived_classes_are_sdpas() -> None:
 
 def test_a_bias_of_the_users() -> None:
     """A dense bias that a caller passes on, or a function of an instance makes, is eager's."""
-    model = switched("t5", torch.float64)
+    model = build("t5", torch.float64)
+    through_the_door(model)
     attention, states = model.encoder.block[1].layer[0].SelfAttention, torch.randn(1, 4, 32, dtype=torch.float64)
     bias = torch.randn(1, 4, 4, 4, dtype=torch.float64, requires_grad=True)
     out = attention(states, position_bias=bias)[0]
@@ -301,7 +179,8 @@ def test_a_bias_of_the_users() -> None:
 
 def test_files_of_a_model_load_in_a_new_process(tmp_path: Path) -> None:
     """A pickle imports what registers the implementation."""
-    model = switched("t5")
+    model = build("t5")
+    through_the_door(model)
     given = arguments("t5", model, PADDED)
     expected = output(model, given)
     (tmp_path / "model").write_bytes(pickle.dumps((model, given, expected)))
@@ -325,24 +204,3 @@ def test_the_report_has_the_memory_of_each_module() -> None:
         (stock_short, ours_short), (stock_long, ours_long) = row.memory
         assert stock_short and ours_short and stock_long and ours_long
         assert stock_long > 3 * stock_short and ours_long < 2.3 * ours_short
-
-
-def test_old_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose attention does not take implementations: enable says which version does."""
-    model = build("t5")
-    monkeypatch.setattr(door, "SERVED", {})
-    with pytest.raises(RuntimeError, match=r"is too old: this class is served from 5\.\d+ on"):
-        enable(model)
-
-
-def test_calls_that_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build("wav2vec2_bert")
-    given = arguments("wav2vec2_bert", model, PADDED)
-    expected = output(model, given)
-    report = enable(model, check_calls=True)
-    output(model, given)
-    assert report.calls().compared == 2 and not report.calls().differing
-    true = door.fused_relative_attention
-    monkeypatch.setattr(door, "fused_relative_attention", lambda *args, **options: 1.1 * true(*args, **options))
-    with pytest.warns(UserWarning, match="differs from the stock forward in this call and uses its own attention again"):
-        assert_near("output", counted(output(model, given), None), expected)

@@ -15,7 +15,7 @@ import transformers
 from torch import nn
 
 from bench.families import FAMILIES
-from tests.cpu.models import padding_first, varied
+from tests.enable.models import padding_first, varied
 
 SMALL = {name: {**family.small, **dict.fromkeys(family.layers, 2)} for name, family in FAMILIES.items()}
 PARAKEET = {**SMALL["parakeet"], "model_type": "parakeet_encoder", "dropout": 0.0}
@@ -226,10 +226,7 @@ VISION = {
     "sam": Vision("SamVisionModel", "SamVisionConfig", SAM),
     "sam_hq": Vision("SamHQVisionModel", "SamHQVisionConfig", SAM),
     "vitdet": Vision(
-        "VitDetModel",
-        "VitDetConfig",
-        {**SMALL_VISION, **VITDET, "pretrain_image_size": SIZE, "window_size": 3},
-        height=24,
+        "VitDetModel", "VitDetConfig", {**SMALL_VISION, **VITDET, "pretrain_image_size": SIZE, "window_size": 3}, height=24
     ),
     "seggpt": Vision("SegGptModel", "SegGptConfig", {**SMALL_VISION, **SEGGPT, "image_size": (2 * SIZE, SIZE)}),
     "got_ocr2": Vision("GotOcr2VisionEncoder", "GotOcr2VisionConfig", SAM),

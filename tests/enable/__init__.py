@@ -1,0 +1,1 @@
+"""enable: models of libraries, and modules of a user's own, compute enabled what they compute stock."""
