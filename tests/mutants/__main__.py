@@ -47,9 +47,9 @@ AREAS = {
     "grids": "cpu/test_grids cpu/test_torch",
     "integrations": "cpu/test_structure cpu/test_refusals cpu/test_enable",
     "integrations/transformers": "cpu/test_families cpu/test_decoding cpu/test_enabled cpu/test_door cpu/test_packing",
-    "kernels": "operator/test_sweeps operator/test_sums operator/test_draws operator/test_edges interpreter/test_tiles "
-    "interpreter/test_features interpreter/test_calls interpreter/test_key_terms",
-    "kernels/bwd_dq": "operator/test_draws interpreter/test_tiles interpreter/test_calls",
+    "kernels": "operator/test_sweeps operator/test_precision operator/test_draws operator/test_edges interpreter/test_calls "
+    "interpreter/test_workspace",
+    "kernels/bwd_dq": "operator/test_draws interpreter/test_calls",
     "kernels/bwd_stored_dq": "operator/test_draws interpreter/test_calls",
     "kernels/config": "compile/test_profiles compile/test_defaults compile/test_launches",
     "kernels/delta": "operator/test_draws interpreter/test_delta",
@@ -58,7 +58,7 @@ AREAS = {
     "kernels/splits": "interpreter/test_key_splits",
     "kernels/tile/registers": "interpreter/test_rotations operator/test_draws",
     "kernels/tuning": "interpreter/test_tuning",
-    "kernels/workspace": "operator/test_draws interpreter/test_calls",
+    "kernels/workspace": "operator/test_draws interpreter/test_workspace interpreter/test_calls",
     "measure": "cpu/test_measure",
     "nn": "cpu/test_nn cpu/test_tables",
     "plots": "cpu/test_plots",
