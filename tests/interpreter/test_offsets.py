@@ -176,22 +176,25 @@ def only_the_last_programs() -> Iterator[None]:
 def test_the_last_of_70_000_heads(sizes: tuple[int, int]) -> None:
     """The last programs of each grid compute the last head as in a call with a single head."""
     single = make_inputs(1, 1, 3, 4, 16, num_rows=6, dtype=torch.float32, seed=1)
-    of_heads = {name: getattr(single, name) for name in ("query", "key", "value", "d_out", "d_lse")}
-    assert single.rel_key is not None
-    rel_key, tiles = single.rel_key, dict.fromkeys(KERNELS, (16, 16))
+    is_alone = sizes[0] == 1  # a table shared by batch entries has a summed gradient
+    way, positions = Way("triton", tiles=dict.fromkeys(KERNELS, (16, 16))), RelativePositions(-2, 3)
 
     def last(*sizes: int) -> list[torch.Tensor]:
-        many = {name: tensor.expand(*sizes, *tensor.shape[2:]) for name, tensor in of_heads.items()}
-        inputs = single._replace(**many, rel_key=rel_key.expand(sizes[1], *rel_key.shape))
-        results = all_results(inputs, tiles, positions=RelativePositions(-2, 3))
-        d_rel_key = results.pop("d_rel_key")  # a table shared by batch entries has a summed gradient
-        return [*(result[-1, -1] for result in results.values()), *[d_rel_key[-1]] * (sizes[0] == 1)]
+        of_heads = (single.query, single.key, single.value, single.d_out, single.d_lse)
+        query, key, value, *d_outs = (tensor.expand(*sizes, *tensor.shape[2:]) for tensor in of_heads)
+        assert single.rel_key is not None
+        leaves = [query, key, value, single.rel_key.expand(sizes[1], *single.rel_key.shape)]
+        leaves = [leaf.detach().requires_grad_(number < 3 or is_alone) for number, leaf in enumerate(leaves)]
+        with way.computing(Sample()):
+            outs = way.attend(*leaves, positions=positions)
+            *others, d_last = torch.autograd.grad(outs, leaves[: 3 + is_alone], d_outs)
+        results = [tensor.detach()[-1, -1] for tensor in (*outs, *others)]
+        return [*results, d_last[-1] if is_alone else d_last[-1, -1]]
 
     expected = last(1, 1)
     with only_the_last_programs():
         found = last(*sizes)
-    assert len(found) == 5 + (sizes[0] == 1)
-    for result, exact in zip(found, expected, strict=False):
+    for result, exact in zip(found, expected, strict=True):
         assert exact.isfinite().all() and torch.equal(result, exact)
 
 
