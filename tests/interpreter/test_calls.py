@@ -121,25 +121,19 @@ def test_calls(name: str, kind: str, limit: str, turn: int) -> None:
 # Windows and short tables, of which the workspace stores a band of keys, and keys beyond a table.
 
 BANDS: dict[str, dict[str, Any]] = {
-    "full": {"num_queries": 130, "num_keys": 150, "positions": (-300, 300, "clamp"), "window_size": (9, 3), "query_offset": -5},
+    "full": {"positions": (-300, 300, "clamp"), "window_size": (9, 3), "query_offset": -5},
     "clamp": {"window_size": (20, 30), "dtype": "float16"},
-    "causal": {
-        **{"num_queries": 35, "num_keys": 250, "positions": (-6, 1, "clamp")},
-        **{"query_offset": 215, "window_size": (25, -1), "is_causal": True},
-    },
-    "beside": {
-        **{"num_queries": 70, "num_keys": 300, "positions": (40, 45, "clamp")},
-        **{"query_offset": -20, "window_size": (16, 42)},
-    },
-    "values": {"num_queries": 40, "more": "rel_value", "query_offset": 90, "window_size": (10, 9), "dropout_p": 0.2},
+    "causal": {"positions": (-6, 1, "clamp"), "query_offset": 115, "window_size": (25, -1), "is_causal": True},
+    "beside": {"positions": (40, 45, "clamp"), "query_offset": -20, "window_size": (16, 42)},
+    "values": {"more": "rel_value", "query_offset": 90, "window_size": (10, 9), "dropout_p": 0.2},
     "values alone": {
-        **{"num_queries": 70, "num_keys": 140, "tables": ("rel_value",), "positions": (-4, 6, "zero"), "dtype": "float16"},
+        **{"tables": ("rel_value",), "positions": (-4, 6, "zero"), "dtype": "float16"},
         **{"query_offset": 50, "window_size": (12, 8)},
     },
-    "p2c": {"more": "rel_p2c", "window_size": (20, 30), "query_offset": 60},
+    "p2c": {"num_keys": 200, "more": "rel_p2c", "window_size": (20, 30), "query_offset": 60},
     "offsets": {
         **{"batch": 2, "num_queries": 40, "more": "rel_p2c", "positions": (-300, 300, "clamp")},
-        **{"query_offset": (101, 230), "window_size": (9, 3)},
+        **{"query_offset": (51, 130), "window_size": (9, 3)},
     },
     "more queries than keys": {
         **{"batch": 2, "num_queries": 150, "num_keys": 60, "positions": (-200, 200, "clamp"), "query_offset": (90, -7)},
@@ -149,30 +143,21 @@ BANDS: dict[str, dict[str, Any]] = {
         **{"query_offset": (0, 70, -2), "window_size": (20, 9)},
     },
     # No window: a band of the table's rows
-    "table": {"rel_width": 12, "query_offset": 60, "softcap": 3.0},
-    "table of the past": {
-        **{"num_queries": 150, "num_keys": 170, "more": "rel_value", "positions": (-19, -3, "clamp")},
-        **{"query_offset": 20, "is_causal": True},
-    },
-    "table of the future": {
-        **{"num_queries": 150, "num_keys": 140, "more": "rel_value", "positions": (7, 9, "zero")},
-        **{"query_offset": 3, "dropout_p": 0.2},
-    },
-    "table of p2c": {"more": "rel_p2c", "per_head": TABLES, "query_offset": -10},
+    "table": {"key_heads": 2, "rel_width": 12, "query_offset": 60, "softcap": 3.0},
+    "table of the past": {"more": "rel_value", "positions": (-19, -3, "clamp"), "query_offset": 20, "is_causal": True},
+    "table of the future": {"more": "rel_value", "positions": (7, 9, "zero"), "query_offset": 3, "dropout_p": 0.2},
+    "table of p2c": {"num_keys": 200, "key_heads": 2, "more": "rel_p2c", "per_head": TABLES, "query_offset": -10},
     "packed table": {
-        **{"sequences": ((9, 9), (150, 150), (5, 130)), "more": "rel_p2c", "positions": (-4, 6, "zero")},
+        **{"sequences": ((9, 9), (70, 150), (5, 130)), "more": "rel_p2c", "positions": (-4, 6, "zero")},
         **{"query_offset": (0, 7, -2), "is_causal": True},
     },
     # Far keys
-    "shared keys": {"num_queries": 90, "num_keys": 100, "group": 2, "more": "rel_p2c", "rel_scale": 0.7},
-    "p2c alone": {"num_queries": 90, "num_keys": 100, "tables": ("rel_p2c",), "is_causal": True, "query_offset": 9},
-    "lengths": {
-        **{"batch": 2, "num_queries": 90, "num_keys": 100, "more": "rel_p2c"},
-        **{"key_lengths": (100, 61), "query_offset": (0, -70)},
-    },
-    "dropout": {"num_queries": 90, "num_keys": 100, "more": "rel_p2c", "dropout_p": 0.2, "softcap": 4.0},
-    "own query": {"num_queries": 90, "num_keys": 100, "more": "rel_p2c", "rel_width": 8, "query_offset": -80, "rel_scale": -0.5},
-    "every table": {"num_queries": 50, "num_keys": 150, "tables": TABLES, "per_head": TABLES},
+    "shared keys": {"num_keys": 100, "key_heads": 2, "group": 2, "more": "rel_p2c", "rel_scale": 0.7},
+    "p2c alone": {"num_keys": 100, "tables": ("rel_p2c",), "is_causal": True, "query_offset": 9},
+    "lengths": {"batch": 2, "num_keys": 100, "more": "rel_p2c", "key_lengths": (100, 61), "query_offset": (0, -70)},
+    "dropout": {"num_keys": 100, "more": "rel_p2c", "dropout_p": 0.2, "softcap": 4.0},
+    "own query": {"num_keys": 100, "more": "rel_p2c", "rel_width": 8, "query_offset": -80, "rel_scale": -0.5},
+    "every table": {"key_heads": 2, "tables": TABLES, "per_head": TABLES},
 }
 WIDE = {"stored_dq": (16, 128), "dq": (64, 64), "dkv": (32, 32), "dtable": (16, 128), "dp2c": (64, 64)}
 """Tiles of more keys, or queries, than a short table has rows."""
@@ -186,7 +171,7 @@ def test_bands(name: str, is_wide: bool) -> None:
     beyond a short table."""
     number, fields = list(BANDS).index(name), {"positions": (-4, 6, "clamp"), **BANDS[name]}
     tables = ("rel_key", "rel_bias", *(fields.pop("more", None),))
-    fields = {"num_queries": 131, "num_keys": 260, "key_heads": 2, "width": 8, "tables": tuple(filter(None, tables)), **fields}
+    fields = {"num_queries": 70, "num_keys": 150, "width": 8, "tables": tuple(filter(None, tables)), **fields}
     if is_wide and fields["positions"][1] < 50:
         fields["positions"] = (*fields["positions"][:2], "clamp" if fields["positions"][2] == "zero" else "zero")
     workspace = 0 if number % 2 == is_wide else None
