@@ -44,7 +44,7 @@ test: setup ## all parts, in plain torch and in Triton's interpreter: before a p
 
 QUICK := "not slow and not thorough"
 LONG := "thorough and not slow"
-INTERPRETED := $(addprefix tests/operator/test_,draws.py sweeps.py sums.py)
+INTERPRETED := $(addprefix tests/operator/test_,draws.py sweeps.py precision.py)
 
 kernels: setup ## the other tests of kernels: compiled, emulated, interpreted
 	$(PYTEST) tests/compile tests/emulator -m $(QUICK)
@@ -108,7 +108,7 @@ test-libraries: .venv-libraries/installed ## classes of other libraries, enabled
 # Imports; every kernel compiled, with every feature; rotations in registers; the operator and random calls in the interpreter.
 smoke: setup ## imports, compiled kernels, some calls: for another version of triton
 	$(PYTEST) tests/cpu/test_imports.py tests/compile/test_features.py $(ROTATIONS)
-	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter/test_ops.py tests/interpreter/test_tiles.py::test_tables \
+	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter/test_ops.py tests/interpreter/test_calls.py::test_tables \
 		tests/operator/test_draws.py
 
 test-all: lint $(ALL) ## lint, all tests but the long sweeps, and two minutes of draws: what a pull request is held to

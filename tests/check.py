@@ -15,7 +15,7 @@ import math
 import os
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -46,13 +46,27 @@ from triton_relattn.testing import Inputs, dropout_mask, forward_backward
 
 @dataclass(frozen=True)
 class Way:
-    """A way to compute a call: an implementation, and whether it takes small blocks (tiles); see also tests/emulator/way.py."""
+    """A way to compute a call: an implementation, and whether it takes small blocks (tiles).
+
+    tests/interpreter/guard.py and tests/emulator/way.py have others.
+    """
 
     implementation: str
     small: bool = False
+    tiles: Mapping[str, Any] | None = None
+    """Tiles by the kernels' names, as cut_tiles in tests/conftest.py takes them; other kernels have their usual ones."""
 
     def __str__(self) -> str:
-        return f"{self.implementation}_in_{'small' if self.small else 'default'}_blocks"
+        return f"{self.implementation}_in_{'chosen' if self.tiles else 'small' if self.small else 'default'}_blocks"
+
+    @property
+    def again(self) -> Way | None:
+        """The way of a second run, which must give the same bits; None where a second run cannot differ."""
+        return None if self.implementation == "triton" else self  # neither interpreter nor emulator vary
+
+    def placed(self, call: dict[str, Any]) -> dict[str, Any]:
+        """The call with tensors where this way wants them in memory."""
+        return call
 
     @property
     def arithmetic(self) -> str:
@@ -67,8 +81,9 @@ class Way:
                 from tests.interpreter.conftest import change_interpreter
 
                 change_interpreter(patch)
-                if self.small or sample.round_terms:
-                    cut_tiles(patch, TILES[sample.blocks % len(TILES)] if self.small else None, sample.round_terms)
+                tiles = self.tiles or (TILES[sample.blocks % len(TILES)] if self.small else None)
+                if tiles or sample.round_terms:
+                    cut_tiles(patch, tiles, sample.round_terms)
             elif self.small:
                 cut_blocks(patch, *BLOCKS[sample.blocks % len(BLOCKS)])
             yield
@@ -264,6 +279,13 @@ def run(sample: Sample, call: dict[str, Any]) -> Results:
     return results | {f"d_{name}": given[name].grad for name in INPUTS if name in given}
 
 
+def compute(sample: Sample, way: Way) -> dict[str, Tensor]:
+    """The results that there are, without a check."""
+    with environment(sample, way):
+        found = run(sample, {**sample.call(), "implementation": way.implementation})
+    return {name: result for name, result in found.items() if result is not None}
+
+
 def wants(sample: Sample, result: str) -> bool:
     """Whether gradients flow back from this result, "out" or "lse"."""
     return sample.cotangents in (result, "both") and (result == "out" or sample.return_lse)
@@ -296,7 +318,7 @@ def right(sample: Sample, arithmetic: str) -> tuple[dict[str, Expected], Tensor]
 
 def check(sample: Sample, way: Way) -> dict[str, float]:
     """Assert all that the module's docstring lists; return the largest error / budget of each result."""
-    call = spoilt(sample, {**sample.call(), "implementation": way.implementation})
+    call = way.placed(spoilt(sample, {**sample.call(), "implementation": way.implementation}))
     given = {name: tensor for name, tensor in call.items() if isinstance(tensor, Tensor)}
     stored = {name: (memory(tensor).clone(), tensor._version) for name, tensor in given.items()}
     golden, drawn = right(sample, way.arithmetic)
@@ -305,7 +327,10 @@ def check(sample: Sample, way: Way) -> dict[str, float]:
         results = run(sample, call)
         assert torch.equal(torch.get_rng_state(), drawn), "torch's generator has another state than one draw leaves"
         assert_same_state(before)
-        again = results if way.implementation == "triton" else run(sample, call)  # neither interpreter nor emulator vary
+    again = results
+    if way.again is not None:
+        with environment(sample, way.again):
+            again = run(sample, call)
     for name, (bytes_before, version) in stored.items():
         assert torch.equal(memory(given[name]), bytes_before), f"{name} was written to"
         assert given[name]._version == version, f"{name} counts as written to, and autograd would refuse to use it"

@@ -126,8 +126,9 @@ def without_plans(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(plan, "_templates", {})
 
 
-def cut_tiles(patch: pytest.MonkeyPatch, tiles: Mapping[str, tuple[Any, ...]] | None, rounds_terms: bool | None = None) -> None:
-    """Give the kernels these tiles, by their names: (block_m, block_n, carry, rotation). Each test has plans of its own.
+def cut_tiles(patch: pytest.MonkeyPatch, tiles: Mapping[str, Any] | None, rounds_terms: bool | None = None) -> None:
+    """Give the kernels these tiles, by their names: (block_m, block_n, carry, rotation), or configurations. Others keep theirs.
+    Each test has plans of its own.
 
     Args:
         rounds_terms: whether terms of tables are rounded to float16, as on a GPU; None: as by default.
@@ -138,8 +139,10 @@ def cut_tiles(patch: pytest.MonkeyPatch, tiles: Mapping[str, tuple[Any, ...]] | 
 
     without_plans(patch)
     if tiles is not None:
-        configs = {name: TileConfig(m, n, m // 16, 1, *others) for name, (m, n, *others) in tiles.items()}
-        patch.setattr(Tables, "select", lambda tables, kernel, *_, **__: configs[kernel])
+        configs, select = dict[str, TileConfig](), Tables.select
+        for name, tile in tiles.items():
+            configs[name] = tile if isinstance(tile, TileConfig) else TileConfig(*tile[:2], tile[0] // 16, 1, *tile[2:])
+        patch.setattr(Tables, "select", lambda *call, **others: configs.get(call[1]) or select(*call, **others))
     if rounds_terms is not None:
         patch.setattr(architectures, "rounds_terms", lambda *_: rounds_terms)
 

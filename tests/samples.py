@@ -198,8 +198,10 @@ class Sample:
         return self.laid_out("attn_mask", self.numbers("attn_mask", shape, dtype).masked_fill(~visible, low))
 
     def vector(self, values: tuple[int, ...]) -> Tensor:
-        """A vector of integers; with stride 2 if "integers" is in ``strided``."""
+        """A vector of integers; if "integers" is in ``strided``, with stride 2, or 0 if all are the same."""
         vector = torch.tensor(values, dtype=getattr(torch, self.integers))
+        if "integers" in self.strided and len(values) > len({*values}) == 1:
+            return vector[:1].expand(len(values))
         return torch.stack((vector, torch.full_like(vector, -(2**31))), -1)[:, 0] if "integers" in self.strided else vector
 
     def inputs(self, is_meta: bool = False) -> tuple[Inputs, dict[str, Any]]:

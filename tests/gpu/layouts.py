@@ -69,7 +69,7 @@ def check_layout(layout: str, width: int, outside: str, dtype: torch.dtype, devi
         device=device,
         seed=width,
     )
-    check_forward_backward(LAYOUTS[layout](inputs), None, positions=positions, is_causal=outside == "zero")
+    check_forward_backward(LAYOUTS[layout](inputs), positions=positions, is_causal=outside == "zero")
 
 
 def check_packed(seed: int, limits: Limits, device: str) -> None:

@@ -27,7 +27,7 @@ def test_drawn_calls(seed: int, dtype: torch.dtype) -> None:
     """out, lse and all gradients of random calls with any of the terms and arguments."""
     inputs, arguments = drawn(seed, compiled(dtype), is_packed=False).inputs()
     arguments = {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
-    check_forward_backward(inputs.to(dtype, DEVICE), None, **arguments)
+    check_forward_backward(inputs.to(dtype, DEVICE), **arguments)
 
 
 @pytest.mark.parametrize(("dtype", "width"), [*((torch.bfloat16, width) for width in (40, 64, 72)), (torch.float32, 40)], ids=str)

@@ -15,7 +15,9 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
+from tests.check import Way
 from tests.groups import flat
+from tests.samples import Sample
 
 Order = Literal["reversed", "shuffled"]
 """Orders of programs that differ from the interpreter's own."""
@@ -238,3 +240,33 @@ def in_poisoned_storage(tensor: torch.Tensor, choose: random.Random) -> torch.Te
     for place, (dim, (before, _)) in enumerate(zip(order, margins, strict=True)):
         view = view.narrow(place, before, tensor.shape[dim])
     return view.permute([order.index(dim) for dim in range(tensor.dim())]).copy_(tensor)
+
+
+@dataclass(frozen=True)
+class Guarded(Way):
+    """Guarded kernels in another order of programs, with poison around all tensors. Results have the bits of a plain run.
+
+    Attributes:
+        launches: those of the last call.
+    """
+
+    implementation: str = "triton"
+    launches: list[Launch] = field(default_factory=list, compare=False)
+
+    @property
+    def again(self) -> Way:
+        return Way(self.implementation, self.small, self.tiles)
+
+    def placed(self, call: dict[str, Any]) -> dict[str, Any]:
+        choose = random.Random(0)
+        tensors = {id(value): value for value in call.values() if isinstance(value, torch.Tensor)}
+        copies = {key: in_poisoned_storage(tensor, choose) for key, tensor in tensors.items()}  # one tensor may be several inputs
+        return {name: copies.get(id(value), value) for name, value in call.items()}
+
+    @contextmanager
+    def computing(self, sample: Sample) -> Iterator[None]:
+        """Compute the sample, and raise an AssertionError at the end if there are violations."""
+        order: Order = "reversed" if sample.seed % 2 else "shuffled"
+        with super().computing(sample), guarded() as launches, programs_in_order(order, sample.seed):
+            yield
+        self.launches[:] = launches

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+from contextlib import nullcontext
+from typing import Literal
 
 import pytest
 import torch
@@ -12,14 +14,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 
-from tests.interpreter.guard import (
-    GuardedMemory,
-    guarded,
-    in_poisoned_storage,
-    poison_value,
-    programs_in_order,
-    recorded,
-)
+from tests.interpreter.guard import GuardedMemory, guarded, in_poisoned_storage, poison_value, programs_in_order, recorded
 
 
 @triton.jit
@@ -55,27 +50,23 @@ def odd_kernel(values, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
         tl.store(values + offsets - values.to(tl.int64) // 4, 1.0)
 
 
-def storage_with_view(length: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-    """Zeros, and an aligned view of length elements in the middle of them."""
-    storage = torch.zeros(length + 128, dtype=dtype)
-    return storage, storage[64 : 64 + length]
+COPIES: dict[str, tuple[int, int, int, int, str | None]] = {
+    # step, shift, stride, targets, violation
+    "right": (16, 0, 2, 50, None),
+    "load beyond": (16, 2, 2, 50, "program 3: 1 loads outside all views, the first 8 bytes behind an element of source"),
+    "load before": (16, -2, 2, 50, "program 0: 1 loads outside all views, the first 8 bytes before an element of source"),
+    "load between": (16, 0, 1, 50, "program 0: 8 loads outside all views, the first 4 bytes behind an element of source"),
+    "store beyond": (16, 0, 2, 47, "program 2: 1 stores outside all views, the first 4 bytes behind an element of target"),
+    "two writers": (15, 0, 2, 50, "program 1: stores where program 0 stores, at 1 addresses, the first of target"),
+}
 
 
-@pytest.mark.parametrize(
-    ("step", "shift", "stride", "targets", "expected"),
-    [
-        (16, 0, 2, 50, None),
-        (16, 2, 2, 50, "program 3: 1 loads outside all views, the first 8 bytes behind an element of source"),
-        (16, -2, 2, 50, "program 0: 1 loads outside all views, the first 8 bytes before an element of source"),
-        (16, 0, 1, 50, "program 0: 8 loads outside all views, the first 4 bytes behind an element of source"),
-        (16, 0, 2, 47, "program 2: 1 stores outside all views, the first 4 bytes behind an element of target"),
-        (15, 0, 2, 50, "program 1: stores where program 0 stores, at 1 addresses, the first of target"),
-    ],
-    ids=["right", "load_beyond", "load_before", "load_between", "store_beyond", "two_writers"],
-)
-def test_forbidden_accesses(step: int, shift: int, stride: int, targets: int, expected: str | None) -> None:
-    source = torch.ones(104, 2)[2:52, 0]
-    storage, target = storage_with_view(targets)
+@pytest.mark.parametrize("case", COPIES)
+def test_forbidden_accesses(case: str) -> None:
+    """They are reported, and not done."""
+    step, shift, stride, targets, expected = COPIES[case]
+    source, storage = torch.ones(104, 2)[2:52, 0], torch.zeros(targets + 128)
+    target = storage[64 : 64 + targets]
     with recorded() as launches:
         copy_kernel[(4,)](source, target, 50, step, SHIFT=shift, STRIDE=stride)
     (launch,) = launches
@@ -85,38 +76,34 @@ def test_forbidden_accesses(step: int, shift: int, stride: int, targets: int, ex
     assert target.isnan().any() == (expected is not None and "loads" in expected)
 
 
-def test_a_program_that_reads_what_another_writes() -> None:
+@pytest.mark.parametrize("order", [None, "reversed"])
+def test_a_program_that_reads_what_another_writes(order: Literal["reversed"] | None) -> None:
     """The program that runs second reports it; in another order the result differs."""
     values = torch.zeros(5)
-    with recorded() as launches:
+    with recorded() as launches, programs_in_order(order) if order else nullcontext():
         previous_kernel[(4,)](values)
-    assert values.tolist() == [0, 1, 2, 3, 4]
-    violation = "previous_kernel, program 1: loads what program 0 stores, at 1 addresses, the first of values"
-    assert len(launches[0].violations) == 3 and launches[0].violations[0] == violation
-    values.zero_()
-    with recorded() as launches, programs_in_order("reversed"):
-        previous_kernel[(4,)](values)
-    assert values.tolist() == [0, 1, 1, 1, 1]
-    violation = "previous_kernel, program 2: stores what program 3 loads, at 1 addresses, the first of values"
-    assert len(launches[0].violations) == 3 and launches[0].violations[0] == violation
+    assert values.tolist() == ([0, 1, 1, 1, 1] if order else [0, 1, 2, 3, 4])
+    what = "program 2: stores what program 3 loads" if order else "program 1: loads what program 0 stores"
+    assert len(launches[0].violations) == 3
+    assert launches[0].violations[0] == f"previous_kernel, {what}, at 1 addresses, the first of values"
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        ("add", "an atomic FADD"),
-        ("swap", "an atomic compare-and-swap"),
-        ("twice", "stores twice at once to an address, of values"),
-        ("wide", "16 stores outside all views, the first 8 bytes wide, at an element of values, which has 4"),
-        ("overflow", "an overflow of int32 in mul"),
-        ("null", "16 stores outside all views, the first 4 bytes wide, at an element of null, which has 0"),
-    ],
-)
-def test_forbidden_operations(kind: str, expected: str) -> None:
+FORBIDDEN = {
+    "add": "an atomic FADD",
+    "swap": "an atomic compare-and-swap",
+    "twice": "stores twice at once to an address, of values",
+    "wide": "16 stores outside all views, the first 8 bytes wide, at an element of values, which has 4",
+    "overflow": "an overflow of int32 in mul",
+    "null": "16 stores outside all views, the first 4 bytes wide, at an element of null, which has 0",
+}
+
+
+@pytest.mark.parametrize("kind", FORBIDDEN)
+def test_forbidden_operations(kind: str) -> None:
     values = torch.zeros(16)
     with recorded() as launches:
         odd_kernel[(1,)](values, KIND=kind)
-    assert launches[0].violations == [f"odd_kernel, program 0: {expected}"]
+    assert launches[0].violations == [f"odd_kernel, program 0: {FORBIDDEN[kind]}"]
     assert kind in ("twice", "overflow") or not values.any()
 
 

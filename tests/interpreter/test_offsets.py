@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,18 +17,17 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
+from tests.check import Way, attend, attend_varlen
+from tests.expected import TABLES
 from tests.groups import flat, grouped
-from tests.interpreter.launch import all_gradients, has_wide_index, run
+from tests.interpreter.launch import all_results
+from tests.samples import Sample
 from tests.tolerance import assert_bit_equal
-from triton_relattn import RelativePositions, fused_relative_attention_varlen
-from triton_relattn._core import validation
-from triton_relattn._core.arguments import Arguments
-from triton_relattn._core.spec import DIFFERENTIABLE
-from triton_relattn.kernels.backward import backward
+from triton_relattn import RelativePositions
 from triton_relattn.kernels.config import architectures
-from triton_relattn.kernels.config.tile_config import KERNELS, TileConfig
-from triton_relattn.kernels.forward import forward
-from triton_relattn.testing import make_inputs
+from triton_relattn.kernels.config.tile_config import KERNELS
+from triton_relattn.kernels.operands import needs_wide_index
+from triton_relattn.testing import forward_backward, make_inputs
 
 
 def far_apart(tensor: torch.Tensor, dim: int, stride: int) -> torch.Tensor:
@@ -41,7 +42,6 @@ def far_apart(tensor: torch.Tensor, dim: int, stride: int) -> torch.Tensor:
     return storage.as_strided(tensor.shape, strides, 2**31).copy_(tensor)
 
 
-TABLES = {"rel_key", "rel_value", "rel_bias", "rel_p2c"}
 VECTORS = {"lses", "d_lses", "deltas", "d_biases"}
 """One value for each row; rows are always adjacent."""
 PAIRS = {"softmax_stats", "far_scores", "far_values", "far_keys"}
@@ -52,22 +52,9 @@ SUMS = {"parts", "ends", "gradients"}
 """Of the table_gradient kernel: contiguous."""
 WORKSPACE = {"ds", "stored_probs", "stored"}
 """dS and P: contiguous, and within a sequence and head addressed in 32 bits."""
-PER_ROW = {
-    "query",
-    "key",
-    "value",
-    "rel_query",
-    "attn_mask",
-    "outs",
-    "d_outs",
-    "d_queries",
-    "d_keys",
-    "d_values",
-    "d_rel_queries",
-    "residuals",
-    "vectors",
-}
-"""One row for each query or key."""
+PER_ROW = {"query", "key", "value", "rel_query", "outs", "d_outs", "d_queries", "d_keys", "d_values", "d_rel_queries"}
+"""One row for each query or key, in all calls; in some also those of these names."""
+OTHER_ROWS = {"attn_mask", "residuals", "vectors"}
 
 
 class Spread(NamedTuple):
@@ -82,13 +69,30 @@ class Spread(NamedTuple):
     """Whether offsets within a tile are that large; launchers must say so."""
 
 
-ENTRIES = Spread(0, TABLES | WORKSPACE | SUMS)
-HEADS = Spread(1, SUMS)
-ROWS = Spread(2, VECTORS | WORKSPACE | BLOCKS | SUMS | {"rel_bias"}, wide=True)
-SEQUENCES = Spread(2, VECTORS | PAIRS | WORKSPACE | BLOCKS | SUMS | {"rel_bias"}, last=4, wide=True)
-TILES = Spread(2, VECTORS | PAIRS | WORKSPACE | BLOCKS | SUMS | {"rel_bias"}, last=32)
-TABLE = Spread(2, PER_ROW | VECTORS | PAIRS | WORKSPACE | BLOCKS | SUMS | {"rel_bias"}, last=60)
-COLUMNS = Spread(3, VECTORS | PAIRS | WORKSPACE | BLOCKS | SUMS | {"rel_bias"}, wide=True)
+OF_OTHER_SHAPES = VECTORS | WORKSPACE | BLOCKS | SUMS | {"rel_bias"}
+SMALL = Sample(
+    **{"num_queries": 10, "num_keys": 70, "tables": TABLES, "per_head": TABLES, "rel_width": 16},  # type: ignore[arg-type]
+    **{"positions": (-4, 4, "clamp"), "query_offset": 30},  # type: ignore[arg-type]
+)
+"""With tiles of 16 there are keys beyond the table on either side."""
+SPREADS: dict[str, tuple[Spread, Sample]] = {
+    "entry": (Spread(0, {*TABLES} | WORKSPACE | SUMS), replace(SMALL, batch=3)),
+    "head": (Spread(1, SUMS), replace(SMALL, key_heads=3)),
+    "row": (Spread(2, OF_OTHER_SHAPES, wide=True), replace(SMALL, key_heads=2)),
+    "sequence": (
+        *(Spread(2, OF_OTHER_SHAPES | PAIRS, last=4, wide=True),),
+        *(replace(SMALL, key_heads=2, sequences=((10, 70), (4, 4))),),
+    ),
+    "tile": (
+        *(Spread(2, OF_OTHER_SHAPES | PAIRS, last=32),),
+        *(replace(SMALL, num_queries=400, num_keys=400, positions=(-399, 399, "clamp"), query_offset=0),),
+    ),
+    "table": (
+        *(Spread(2, OF_OTHER_SHAPES | PAIRS | PER_ROW | OTHER_ROWS, last=60),),
+        *(replace(SMALL, num_queries=16, num_keys=16, positions=(0, 1000, "clamp"), query_offset=-960),),
+    ),
+    "column": (Spread(3, OF_OTHER_SHAPES | PAIRS, wide=True), replace(SMALL, key_heads=2)),
+}
 
 
 @contextmanager
@@ -122,83 +126,28 @@ def launched(spread: Spread) -> Iterator[set[str]]:
         yield copied
 
 
-def results(
-    batch: int,
-    heads: int,
-    num_queries: int,
-    num_keys: int,
-    first: int,
-    last: int,
-    offset: int,
-    *,
-    packed: bool,
-    block: int,
-    p2c: bool,
-) -> list[torch.Tensor]:
-    """out, lse and all gradients of a call with all tensors of a padded or packed batch; p2c: with rel_p2c."""
-    inputs = make_inputs(
-        batch,
-        heads,
-        num_queries,
-        num_keys,
-        16,
-        num_rows=last - first + 1,
-        per_head=True,
-        rel_width=16,
-        rel_value=True,
-        rel_bias=True,
-        rel_p2c=p2c,
-        dtype=torch.float32,
-        seed=heads,
-    )
-    tensors: dict[str, Any] = {name: getattr(inputs, name) for name in ("query", "key", "value", "rel_query")}
-    if packed:
-        tensors = {name: tensor[0].transpose(0, 1) for name, tensor in tensors.items()}
-        tensors |= {"is_packed": True, "max_seqlen_q": num_queries - 4, "max_seqlen_k": num_keys - 4}
-        tensors["cu_seqlens_q"] = torch.tensor([0, num_queries - 4, num_queries])
-        tensors["cu_seqlens_k"] = torch.tensor([0, num_keys - 4, num_keys])
-    else:
-        tensors["attn_mask"] = torch.randn(batch, heads, num_queries, num_keys, generator=torch.Generator().manual_seed(0))
-    tables = {name: getattr(inputs, name) for name in TABLES}
-    call = validation.resolve(Arguments(**tensors, **tables, positions=RelativePositions(first, last), query_offset=offset))
-    tiles = dict.fromkeys(KERNELS, TileConfig(block, block, 4, 1))
-    reader_tile = TileConfig(max(block // 4, 16), block, 4, 1)  # with steps of 4 between queries
-    tiles |= {"stored_dq": reader_tile, "dtable": reader_tile}
-    out, lse, softmax_stats, _ = forward(*call, tiles["forward"])
-    gradients = backward(inputs.d_out, inputs.d_lse, out, softmax_stats, *call, tiles=tiles)
-    return [out, lse, *(gradient for gradient in gradients if gradient is not None)]
-
-
-SMALL = (10, 70, -4, 4, 30)
-"""Queries, keys, first and last row, offset: with tiles of 16 there are keys beyond the table on either side."""
-
-
 @pytest.mark.thorough
-@pytest.mark.parametrize("p2c", [False, True], ids=["", "p2c"])
-@pytest.mark.parametrize(
-    ("spread", "sizes", "packed"),
-    [
-        pytest.param(ENTRIES, (3, 1, *SMALL), False, id="entry"),
-        pytest.param(HEADS, (1, 3, *SMALL), False, id="head"),
-        pytest.param(ROWS, (1, 2, *SMALL), False, id="row"),
-        pytest.param(SEQUENCES, (1, 2, 14, 74, *SMALL[2:]), True, id="sequence"),
-        pytest.param(TILES, (1, 1, 400, 400, -399, 399, 0), False, id="tile"),
-        pytest.param(TABLE, (1, 1, 16, 16, 0, 1000, -960), False, id="table"),
-        pytest.param(COLUMNS, (1, 2, *SMALL), False, id="column"),
-    ],
-)
-def test_results_are_the_same(
-    spread: Spread, sizes: tuple[int, int, int, int, int, int, int], packed: bool, p2c: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("has_p2c", [False, True], ids=["", "p2c"])
+@pytest.mark.parametrize("name", SPREADS)
+def test_results_are_the_same(name: str, has_p2c: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results have the same bits with any strides."""
     monkeypatch.setattr(architectures, "multiprocessors", lambda _: 100)  # partial sums of table gradients by batch entry
-    block = 128 if spread is TILES else 16
-    expected = results(*sizes, packed=packed, block=block, p2c=p2c)
-    with launched(spread) as copied:
-        found = results(*sizes, packed=packed, block=block, p2c=p2c)
-    for result, exact in zip(found, expected, strict=True):
-        assert exact.isfinite().all() and torch.equal(result, exact)
-    assert copied >= ({*TABLES, *PER_ROW} - {"rel_p2c", "attn_mask", "residuals", "vectors"}) - spread.unchanged
+    (spread, sample), block = SPREADS[name], 128 if name == "tile" else 16
+    tiles = dict.fromkeys(KERNELS, (block, block))
+    tiles |= dict.fromkeys(("stored_dq", "dtable"), (max(block // 4, 16), block))  # with steps of 4 between queries
+    if sample.sequences is None:
+        shape = (sample.batch, sample.key_heads, sample.num_queries, sample.num_keys)
+        sample = replace(sample, mask="float32", mask_shape=shape, mask_low="-1e4")
+    sample = replace(sample, tables=TABLES if has_p2c else TABLES[:3])
+    inputs, arguments = sample.inputs()
+    run = partial(forward_backward, attend if sample.sequences is None else attend_varlen, inputs, **arguments)
+    with Way("triton", tiles=tiles).computing(sample):
+        expected = run(implementation="triton")
+        with launched(spread) as copied:
+            found = run(implementation="triton")
+    assert_bit_equal(found, expected)
+    assert all(exact.isfinite().all() for exact in expected.values())
+    assert copied >= ({*TABLES} - {"rel_p2c"} | PER_ROW) - spread.unchanged
 
 
 @contextmanager
@@ -227,84 +176,59 @@ def only_the_last_programs() -> Iterator[None]:
 def test_the_last_of_70_000_heads(sizes: tuple[int, int]) -> None:
     """The last programs of each grid compute the last head as in a call with a single head."""
     single = make_inputs(1, 1, 3, 4, 16, num_rows=6, dtype=torch.float32, seed=1)
-    tiles = dict.fromkeys(KERNELS, TileConfig(16, 16, 4, 1))
     is_alone = sizes[0] == 1  # a table shared by batch entries has a summed gradient
-    wants = [name in ("query", "key", "value", "rel_key")[: 4 if is_alone else 3] for name in DIFFERENTIABLE]
+    way, positions = Way("triton", tiles=dict.fromkeys(KERNELS, (16, 16))), RelativePositions(-2, 3)
 
     def last(*sizes: int) -> list[torch.Tensor]:
-        query, key, value, d_out, d_lse = (
-            tensor.expand(*sizes, *tensor.shape[2:])
-            for tensor in (single.query, single.key, single.value, single.d_out, single.d_lse)
-        )
+        of_heads = (single.query, single.key, single.value, single.d_out, single.d_lse)
+        query, key, value, *d_outs = (tensor.expand(*sizes, *tensor.shape[2:]) for tensor in of_heads)
         assert single.rel_key is not None
-        rel_key = single.rel_key.expand(sizes[1], *single.rel_key.shape)
-        call = validation.resolve(Arguments(query, key, value, rel_key, positions=RelativePositions(-2, 3)))
-        out, lse, softmax_stats, _ = forward(*call, tiles["forward"])
-        gradients = backward(d_out, d_lse, out, softmax_stats, *call, wants, tiles)
-        *others, d_rel_key = (gradient for gradient in (*gradients[:3], gradients[4]))
-        results = [tensor[-1, -1] for tensor in (out, lse, *others) if tensor is not None]
-        return results if d_rel_key is None else [*results, d_rel_key[-1]]
+        leaves = [query, key, value, single.rel_key.expand(sizes[1], *single.rel_key.shape)]
+        leaves = [leaf.detach().requires_grad_(number < 3 or is_alone) for number, leaf in enumerate(leaves)]
+        with way.computing(Sample()):
+            outs = way.attend(*leaves, positions=positions)
+            *others, d_last = torch.autograd.grad(outs, leaves[: 3 + is_alone], d_outs)
+        results = [tensor.detach()[-1, -1] for tensor in (*outs, *others)]
+        return [*results, d_last[-1] if is_alone else d_last[-1, -1]]
 
     expected = last(1, 1)
     with only_the_last_programs():
         found = last(*sizes)
-    assert len(found) == 5 + is_alone
     for result, exact in zip(found, expected, strict=True):
         assert exact.isfinite().all() and torch.equal(result, exact)
 
 
-# A dimension, its size, and the stride that makes the offset of its last tile 2**31 and more.
-OFFSETS = {"entry": (0, 3, 2**30), "head": (1, 3, 2**30), "tile": (2, 530, 2**22)}
+FAR: dict[str, tuple[str, int, int, dict[str, Any], tuple[int, int]]] = {
+    # A tensor, its dimension, the stride that makes offsets in it 2**31 and more, the call, and the forward's tile
+    **{f"entry of {name}": (name, 0, 2**30, {"batch": 3}, (16, 256)) for name in ("key", "value")},
+    **{f"head of {name}": (name, 1, 2**30, {"key_heads": 3}, (16, 256)) for name in ("key", "value")},
+    **{f"tile of {name}": (name, 2, 2**22, {"num_keys": 530}, (16, 256)) for name in ("key", "value")},
+    "row of rel_key": ("rel_key", 0, 2**27, {"tables": ("rel_key",)}, (32, 16)),
+    "row of rel_value": ("rel_value", 0, 2**27, {"tables": ("rel_value",)}, (32, 16)),
+    "row of rel_bias": ("rel_bias", 1, 2**27, {"key_heads": 2, "tables": ("rel_bias",), "per_head": TABLES}, (32, 16)),
+}
 
 
-@pytest.mark.parametrize("name", ["key", "value"])
-@pytest.mark.parametrize("where", OFFSETS)
-def test_offsets_of_a_head_and_of_a_tile(where: str, name: str) -> None:
-    """Each summand of an address is computed in 64 bits, also where offsets within a tile fit in 32."""
-    dim, size, stride = OFFSETS[where]
-    batch, heads, num_keys = (size if dim == axis else small for axis, small in enumerate((1, 1, 20)))
-    inputs = make_inputs(batch, heads, 5, num_keys, 8, num_rows=None, dtype=torch.float32, seed=6)
-    wide = far_apart(getattr(inputs, name), dim, stride)
-    assert not has_wide_index(wide)
-    config = TileConfig(16, 256, 4, 1)
-    for result, expected in zip(run(inputs._replace(**{name: wide}), config), run(inputs, config), strict=True):
-        assert torch.equal(result, expected)
-
-
-def test_offsets_of_a_bias() -> None:
-    """Rows of a bias so far apart that their offsets do not fit in 32 bits."""
-    inputs = make_inputs(1, 2, 20, 20, 8, num_rows=19, per_head=True, rel_key=False, rel_bias=True, dtype=torch.float32, seed=6)
-    assert inputs.rel_bias is not None
-    wide = inputs._replace(rel_bias=far_apart(inputs.rel_bias[None, :, :, None], 2, 2**27)[0, :, :, 0])
-    config = TileConfig(32, 16, 4, 1)
-    for result, expected in zip(run(wide, config), run(inputs, config), strict=True):
-        assert torch.equal(result, expected)
+@pytest.mark.parametrize("name", FAR)
+def test_large_strides(name: str) -> None:
+    """Each summand of an address is computed in 64 bits, also where offsets within a tile fit in 32, and rows of a table may be
+    so far apart that those within a tile do not."""
+    changed, dim, stride, fields, tile = FAR[name]
+    sample = Sample(**{"num_queries": 20, "num_keys": 20, "width": 8, "value_width": 8, "positions": (-9, 9, "clamp"), **fields})
+    inputs, arguments = replace(sample, positions=sample.positions if sample.tables else None).inputs()
+    wide = far_apart(getattr(inputs, changed), dim, stride)
+    assert needs_wide_index(wide.shape, wide.stride()) == ("row of" in name)
+    way = Way("triton", tiles={"forward": tile})
+    with torch.no_grad(), way.computing(sample):
+        found, expected = (way.out(given, **arguments) for given in (inputs._replace(**{changed: wide}), inputs))
+    assert torch.equal(found, expected)
 
 
 def test_offsets_of_a_packed_sequence() -> None:
     """The second sequence begins 2**31 elements behind the first."""
-    inputs = make_inputs(1, 1, 20, 20, 8, num_rows=7, dtype=torch.float32, seed=6)
-    query, key, value = (tensor[0].transpose(0, 1) for tensor in inputs[:3])
-    starts = torch.tensor([0, 16, 20], dtype=torch.int32)
-    packing: dict[str, Any] = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 16, "max_seqlen_k": 16}
-
-    def attend(key: torch.Tensor) -> Any:
-        return fused_relative_attention_varlen(query, key, value, inputs.rel_key, **packing, implementation="triton")
-
-    assert torch.equal(attend(far_apart(key, 0, 2**27)), attend(key))
-
-
-@pytest.mark.parametrize("name", ["rel_key", "rel_value"])
-def test_offsets_of_a_table(name: str) -> None:
-    """A table whose stride is so large that offsets within a tile need 64 bits."""
-    terms: dict[str, Any] = {"rel_key": name == "rel_key", "rel_value": name == "rel_value"}
-    inputs = make_inputs(1, 1, 20, 20, 8, num_rows=19, **terms, dtype=torch.float32, seed=6)
-    wide = far_apart(getattr(inputs, name), 0, 2**27)
-    assert has_wide_index(wide)
-    for result, expected in zip(
-        run(inputs._replace(**{name: wide}), TileConfig(32, 16, 4, 1)), run(inputs, TileConfig(32, 16, 4, 1)), strict=True
-    ):
-        assert torch.equal(result, expected)
+    call = Sample(sequences=((16, 16), (4, 4)), width=8, tables=("rel_key",), positions=(-3, 3, "clamp")).call()
+    call |= {"implementation": "triton", "return_lse": False}
+    assert torch.equal(attend_varlen(**{**call, "key": far_apart(call["key"], 0, 2**27)}), attend_varlen(**call))
 
 
 @pytest.mark.usefixtures("guarded_kernels")
@@ -318,7 +242,6 @@ def test_wide_offsets_of_spread_queries(dtype: torch.dtype) -> None:
         torch.from_numpy(storage)[start:].as_strided(inputs.query.shape, (0, 0, stride, 1)).copy_(tensor)
         for start, tensor in ((0, inputs.query), (100, inputs.d_out))
     )
-    positions = RelativePositions(-299, 19)
-    tiles = {"dkv": TileConfig(32, 32, 4, 1), "dtable": TileConfig(128, 32, 4, 1), "stored_dq": TileConfig(64, 32, 4, 1)}
-    expected = all_gradients(inputs, tiles, positions=positions)
-    assert_bit_equal(all_gradients(inputs._replace(query=query, d_out=d_out), tiles, positions=positions), expected)
+    positions, tiles = RelativePositions(-299, 19), {"dkv": (32, 32), "dtable": (128, 32), "stored_dq": (64, 32)}
+    expected = all_results(inputs, tiles, positions=positions)
+    assert_bit_equal(all_results(inputs._replace(query=query, d_out=d_out), tiles, positions=positions), expected)

@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.interpreter.launch import attend, resolve
+from tests.check import Way
 from tests.samples import in_memory_order, with_different_strides
+from tests.tolerance import assert_bit_equal
+from triton_relattn._core import validation
+from triton_relattn._core.arguments import Arguments
 from triton_relattn._core.dtypes import keeps_residual
 from triton_relattn._core.spec import DIFFERENTIABLE
-from triton_relattn.testing import Inputs, forward_backward, make_inputs
+from triton_relattn.testing import Inputs, make_inputs
 
 FORWARD = torch.ops.triton_relattn.attention_forward.default
 BACKWARD = torch.ops.triton_relattn.attention_backward.default
@@ -43,7 +46,10 @@ ALL = (True,) * len(DIFFERENTIABLE)
 def arguments(case: str, wanted: tuple[bool, ...] = ALL) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Arguments of the forward and backward operators."""
     inputs, call_arguments = CASES[case]
-    tensors, spec = resolve(inputs, **call_arguments)
+    given = {name: tensor for name, tensor in inputs._asdict().items() if name in DIFFERENTIABLE}
+    tensors, spec = validation.resolve(Arguments(**given, **call_arguments))
+    if spec.dropout_p:
+        tensors = tensors._replace(dropout_seed=torch.tensor([0x1234_5678_9ABC_DEF0]))
     keeps = keeps_residual(tensors)
     forward = (*tensors, *spec, "triton", keeps)
     out, lse, softmax_stats, residual = FORWARD(*forward)
@@ -78,11 +84,10 @@ def test_fakes_have_the_real_shapes_and_strides(case: str, wanted: tuple[bool, .
 
 def test_deterministic_algorithms() -> None:
     """torch.use_deterministic_algorithms(True) changes no results and raises no error."""
-    expected = forward_backward(attend, INPUTS, key_lengths=LENGTHS)
+    expected = Way("triton").results(INPUTS, key_lengths=LENGTHS)
     torch.use_deterministic_algorithms(True)
     try:
-        results = forward_backward(attend, INPUTS, key_lengths=LENGTHS)
+        results = Way("triton").results(INPUTS, key_lengths=LENGTHS)
     finally:
         torch.use_deterministic_algorithms(False)
-    for name, result in results.items():
-        assert torch.equal(result, expected[name]), name
+    assert_bit_equal(results, expected)

@@ -12,31 +12,21 @@ from typing import Any
 import pytest
 import torch
 
+from tests.check import Way
 from tests.expected import exact_results, worst_draw
-from tests.interpreter.launch import GRADIENTS, all_gradients, resolve, round_terms
+from tests.interpreter.launch import all_results, launches_seen_by
 from tests.tolerance import assert_at_most, assert_near, sum_allowance
 from triton_relattn import RelativePositions
-from triton_relattn._reference import reference_attention
-from triton_relattn.kernels.backward import backward
-from triton_relattn.kernels.config.tile_config import KERNELS, TileConfig
-from triton_relattn.kernels.forward import forward
-from triton_relattn.testing import Inputs, assert_within_budget, forward_backward, last_place, make_inputs
+from triton_relattn.testing import Inputs, assert_within_budget, last_place, make_inputs
 
 LENGTH = 80
+REGISTERS = ("scores", "registers")
 MIXED = {
-    "forward": TileConfig(64, 32, 4, 1, rotation="registers"),
-    "dkv": TileConfig(64, 64, 4, 1, rotation="registers"),
-    "dtable": TileConfig(16, 16, 4, 1),
-    "stored_dq": TileConfig(16, 32, 4, 1),
-    "dq": TileConfig(64, 32, 4, 1, rotation="registers"),
+    **{"forward": (64, 32, *REGISTERS), "dkv": (64, 64, *REGISTERS), "dq": (64, 32, *REGISTERS)},
+    **{"dtable": (16, 16), "stored_dq": (16, 32)},
 }
-OTHERWISE_MIXED = {
-    "forward": TileConfig(32, 32, 4, 1, None),
-    "dkv": TileConfig(16, 16, 4, 1),
-    "dtable": TileConfig(64, 32, 4, 1),
-    "stored_dq": TileConfig(32, 16, 4, 1),
-    "dq": TileConfig(16, 16, 4, 1, None),
-}
+OTHERWISE_MIXED = {"forward": (32, 32, None), "dkv": (16, 16), "dtable": (64, 32), "stored_dq": (32, 16), "dq": (16, 16, None)}
+SQUARE = dict.fromkeys(("forward", "dkv", "stored_dq", "dtable", "dq"), (32, 32))
 # Each kind of table, and clamped ones near whose ends kernels with different tiles take different branches.
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "full": ({"num_rows": 2 * LENGTH - 1}, {}),
@@ -48,7 +38,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "rel_query": ({"num_rows": 2 * LENGTH - 1, "rel_width": 16, "rel_bias": True}, {"rel_scale": 0.37}),
     "rel_value": ({"num_rows": 2 * LENGTH - 1, "rel_value": True}, {}),
 }
-VISIBLE: dict[str, tuple[dict[str, Any], dict[str, TileConfig]]] = {
+VISIBLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "diagonal": ({"window_size": (0, 0)}, MIXED),
     "first key": ({"key_lengths": torch.tensor([1])}, OTHERWISE_MIXED),
 }
@@ -57,7 +47,7 @@ VISIBLE: dict[str, tuple[dict[str, Any], dict[str, TileConfig]]] = {
 @pytest.mark.parametrize("rounded", [pytest.param(False, marks=pytest.mark.slow), True], ids=["float32 terms", "float16 terms"])
 @pytest.mark.parametrize("visible", VISIBLE)
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_visible_key_has_probability_one(kind: str, visible: str, rounded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_visible_key_has_probability_one(kind: str, visible: str, rounded: bool) -> None:
     """P is 1 in each kernel, with logits of several hundred: d_value is the sum of d_out, other gradients are 0."""
     shape, arguments = KINDS[kind]
     which, tiles = VISIBLE[visible]
@@ -65,8 +55,7 @@ def test_one_visible_key_has_probability_one(kind: str, visible: str, rounded: b
     inputs = make_inputs(1, 1, LENGTH, LENGTH, 16, **shape, dtype=torch.float16, seed=5, sharp=True)
     inputs = inputs._replace(key=3 * inputs.key, rel_key=None if inputs.rel_key is None else 12 * inputs.rel_key)
     inputs = inputs._replace(d_lse=torch.zeros_like(inputs.d_lse))
-    round_terms(monkeypatch, rounded)
-    results, golden = all_gradients(inputs, tiles, **arguments), exact_results(inputs, **arguments)
+    results, golden = all_results(inputs, tiles, rounded, **arguments), exact_results(inputs, **arguments)
     assert float(golden["lse"].abs().max()) > 50  # large enough to show rounding to float16
     for name in ("out", "d_value", "d_rel_value"):
         if name in results:
@@ -76,9 +65,9 @@ def test_one_visible_key_has_probability_one(kind: str, visible: str, rounded: b
     d_probs = float((inputs.d_out.abs().sum(-1).max() * (inputs.value.abs().max() + 5)).float())
     factors = [tensor for tensor in (inputs.query, inputs.key, inputs.rel_key, inputs.rel_query) if tensor is not None]
     largest = max(1.0, *(float(tensor.abs().max()) for tensor in factors))
-    for name in GRADIENTS:
-        if name in results and "value" not in name:
-            assert_at_most(name, results[name].abs().max(), 4 * torch.finfo(torch.float32).eps * LENGTH * d_probs * largest)
+    for name, result in results.items():
+        if name.startswith("d_") and "value" not in name:
+            assert_at_most(name, result.abs().max(), 4 * torch.finfo(torch.float32).eps * LENGTH * d_probs * largest)
 
 
 def with_deviation(inputs: Inputs, deviation: float) -> Inputs:
@@ -100,11 +89,11 @@ def test_large_logits(deviation: float, kind: str) -> None:
     inputs = with_deviation(inputs, deviation)
     masks: dict[str, dict[str, Any]] = {"softcap": {"softcap": 1e4}, "mask": {"attn_mask": torch.zeros(70, 90)}}
     arguments = masks.get(kind, {})
-    results = all_gradients(inputs, dict.fromkeys(KERNELS, TileConfig(32, 32, 4, 1)), **arguments)
+    results = all_results(inputs, SQUARE, **arguments)
     golden, plain = worst_draw(
         inputs,
         lambda moved: exact_results(moved, **arguments),
-        lambda moved: forward_backward(reference_attention, moved, **arguments),
+        lambda moved: Way("reference").results(moved, **arguments),
         draws=10,  # few logits determine the error
     )
     for name, result in results.items():
@@ -117,14 +106,17 @@ def test_scores_that_do_not_repeat(kind: str) -> None:
     """If other tiles round large logits differently, so that they exceed the forward's maximum, P does not exceed 1."""
     inputs = make_inputs(1, 1, 40, 50, 16, num_rows=9 if kind == "clamp" else 89, dtype=torch.float32, seed=3)
     inputs = with_deviation(inputs, 1e6)
-    tensors, spec = resolve(inputs)
-    tiles = dict.fromkeys(KERNELS, TileConfig(32, 32, 4, 1))
-    out, _, softmax_stats, _ = forward(tensors, spec, tiles["forward"])
-    softmax_stats[:, :, 0] -= 4e-7 * softmax_stats[:, :, 0].abs()
-    gradients = backward(inputs.d_out, inputs.d_lse, out, softmax_stats, tensors, spec, tiles=tiles)
-    assert all(bool(gradient.isfinite().all()) for gradient in gradients if gradient is not None)
+
+    def lower_the_maximum(name: str, arguments: dict[str, Any]) -> None:
+        if name == "delta":
+            maximum = arguments["per_query"].softmax_stats[0][:, :, 0]
+            maximum -= 4e-7 * maximum.abs()
+
+    with launches_seen_by(lower_the_maximum):
+        results = all_results(inputs, SQUARE)
+    assert all(bool(result.isfinite().all()) for result in results.values())
     most = inputs.d_out.abs().sum(2, keepdim=True).double()
-    assert_at_most("d_value beyond", (gradients[2].double().abs() - most).clamp_min(0), sum_allowance(40, most))
+    assert_at_most("d_value beyond", (results["d_value"].double().abs() - most).clamp_min(0), sum_allowance(40, most))
 
 
 @pytest.mark.parametrize("term", ["rel_key", "rel_bias"])
@@ -136,8 +128,8 @@ def test_end_rows_that_are_not_finite(value: float, term: str) -> None:
     attn_mask = torch.ones(70, 90, dtype=torch.bool)
     attn_mask[:40, 32:] = False  # of these queries, those of a tile see nothing of the next tiles
     arguments: dict[str, Any] = {"positions": RelativePositions(-10, 10, "clamp"), "attn_mask": attn_mask}
-    results = all_gradients(inputs, dict.fromkeys(KERNELS, TileConfig(32, 32, 4, 1)), **arguments)
-    expected = forward_backward(reference_attention, inputs, **arguments)
+    results = all_results(inputs, SQUARE, **arguments)
+    expected = Way("reference").results(inputs, **arguments)
     for name in ("out", "lse", "d_query"):
         assert_near(name, results[name], expected[name])
     assert results["out"].isfinite().any() and (term == "rel_bias" or results["out"].isnan().any())

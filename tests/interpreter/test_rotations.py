@@ -10,27 +10,22 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.interpreter.launch import all_gradients, check_forward_backward, round_terms
-from tests.tolerance import assert_at_most, assert_near
+from tests.check import Way, check
+from tests.interpreter.launch import all_results, check_forward_backward
+from tests.samples import Sample
+from tests.tolerance import assert_near
 from triton_relattn import RelativePositions
 from triton_relattn.kernels.call import TileConstants
 from triton_relattn.kernels.config.tile_config import KERNELS, READERS, TileConfig
 from triton_relattn.kernels.tile.registers import pack, rotate_rows, step_back_words, unpack
 from triton_relattn.kernels.tile.table import Table, bias_tile
-from triton_relattn.testing import Inputs, last_place, make_inputs
+from triton_relattn.testing import Inputs, make_inputs
 
 TILES = [
-    (64, 64, 4),
-    (64, 64, 2),
-    (128, 64, 8),
-    (128, 64, 2),
-    (64, 32, 4),
-    (32, 32, 2),
-    (32, 16, 1),
-    (16, 16, 1),
-    (128, 128, 8),
-    (128, 128, 2),
+    *((64, 64, 4), (64, 64, 2), (128, 64, 8), (128, 64, 2), (64, 32, 4), (32, 32, 2)),
+    *((32, 16, 1), (16, 16, 1), (128, 128, 8), (128, 128, 2)),
 ]
+"""Rows, columns and warps."""
 
 
 @triton.jit
@@ -88,73 +83,19 @@ def all_tiles(config: TileConfig, carry: str | None = "scores") -> dict[str, Til
 
 def small_integers(inputs: Inputs) -> Inputs:
     """Inputs of small integers, whose terms are exact in float16."""
-    rounded = {
-        name: (2 * getattr(inputs, name)).round()
-        for name in ("query", "rel_key", "rel_query", "rel_value", "rel_bias", "d_out")
-        if getattr(inputs, name) is not None
-    }
-    return inputs._replace(**rounded)
-
-
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "full": ({"num_rows": 259}, {}),
-    "clamp": ({"num_rows": 41}, {"is_causal": True}),
-    "zero": ({"num_rows": 41, "rel_bias": True}, {"positions": RelativePositions(-30, 10, "zero"), "window_size": (70, 20)}),
-    "terms": (
-        {"num_rows": 41, "rel_value": True, "rel_width": 16, "per_head": True},
-        {"positions": RelativePositions(-30, 10), "dropout_p": 0.3, "key_lengths": torch.tensor([120])},
-    ),
-}
-
-
-@pytest.mark.parametrize("rounded", [False, True], ids=["float32", "float16"])
-@pytest.mark.parametrize(
-    ("case", "tile", "carry"),
-    [
-        ("clamp", (64, 64, 4), "scores"),
-        ("zero", (64, 32, 4), "scores"),
-        ("terms", (64, 64, 2), None),
-        *(
-            pytest.param(case, tile, carry, marks=pytest.mark.slow)
-            for case in CASES
-            for tile in TILES[:6]
-            for carry in ("scores", None)
-        ),
-    ],
-)
-def test_kernels(
-    case: str, tile: tuple[int, int, int], carry: str | None, rounded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With terms that are exact in float16, results equal those of the gather, up to the order of sums."""
-    options, arguments = CASES[case]
-    inputs = small_integers(make_inputs(1, 1, 100, 130, 16, dtype=torch.float16, seed=4, **options))
-    config = TileConfig(*tile, 1)
-    gathered = all_gradients(inputs, all_tiles(config, carry), **arguments)
-    round_terms(monkeypatch, rounded)
-    results = all_gradients(inputs, all_tiles(replace(config, rotation="registers"), carry), **arguments)
-    for name, result in results.items():
-        difference = float((result.double() - gathered[name].double()).abs().max())
-        assert_at_most(name, difference, 2 * last_place(float(gathered[name].abs().max()), result.dtype))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_float32_terms_obey_the_error_rule(dtype: torch.dtype) -> None:
-    inputs = make_inputs(1, 1, 70, 90, 16, num_rows=159, rel_bias=True, dtype=dtype, seed=6, sharp=dtype == torch.float16)
-    check_forward_backward(inputs, all_tiles(TileConfig(64, 64, 4, 1, rotation="registers")))
+    names = ("query", "rel_key", "rel_value", "d_out")
+    return inputs._replace(**{name: (2 * getattr(inputs, name)).round() for name in names})
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("carry", ["scores", None])
-def test_tiny_gradients(carry: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiny_gradients(carry: str | None) -> None:
     """Products of d_out with rel_value are not rounded to float16, where tiny ones would vanish."""
-    inputs = make_inputs(1, 1, 70, 90, 16, num_rows=41, rel_value=True, dtype=torch.float32, seed=5)
-    inputs = small_integers(inputs)
+    inputs = small_integers(make_inputs(1, 1, 70, 90, 16, num_rows=41, rel_value=True, dtype=torch.float32, seed=5))
     inputs = inputs._replace(d_out=inputs.d_out * 2.0**-40, d_lse=torch.zeros_like(inputs.d_lse))
     config = TileConfig(64, 64, 4, 1)
-    gathered = all_gradients(inputs, all_tiles(config, carry))
-    round_terms(monkeypatch, True)
-    packed = all_gradients(inputs, all_tiles(replace(config, rotation="registers"), carry))
-    for name, result in packed.items():
+    gathered = all_results(inputs, all_tiles(config, carry))
+    for name, result in all_results(inputs, all_tiles(replace(config, rotation="registers"), carry), True).items():
         assert_near(name, result, gathered[name])
 
 
@@ -185,63 +126,47 @@ def test_terms_of_a_bias(block_m: int, block_n: int, warps: int, rotation: str, 
         assert torch.equal(target, bias[row] * applies)
 
 
-ALONE: dict[str, dict[str, Any]] = {
-    "full": {"num_rows": 159},
-    "clamp": {"num_rows": 21},
-    "zero": {"num_rows": 21, "positions": RelativePositions(-15, 5, "zero")},
-}
-
-
-@pytest.mark.parametrize("kind", ALONE)
-def test_a_bias_alone_is_not_rounded(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """out and all gradients have the accuracy of float32, with different tiles and rotations in each kernel."""
-    shape = {name: value for name, value in ALONE[kind].items() if name == "num_rows"}
-    arguments = {name: value for name, value in ALONE[kind].items() if name != "num_rows"}
-    inputs = make_inputs(1, 2, 70, 90, 16, rel_key=False, rel_bias=True, dtype=torch.float32, seed=6, **shape)
-    assert inputs.rel_bias is not None
-    inputs = inputs._replace(rel_bias=20 + inputs.rel_bias)  # 80 in the units of scores, where float16 has steps of 1 / 16
-    round_terms(monkeypatch, True)
-    tiles = {
-        "forward": TileConfig(64, 32, 4, 1, rotation="registers"),
-        "dq": TileConfig(64, 32, 2, 1, rotation="registers"),
-        "dkv": TileConfig(64, 64, 2, 1, rotation="registers"),
-    }
-    for chosen in (tiles, {kernel: replace(config, rotation="gather") for kernel, config in tiles.items()}):
-        check_forward_backward(inputs, chosen, **arguments)
-
-
-def test_terms_beyond_float16(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terms_beyond_float16() -> None:
     """Terms beyond float16's range are rounded to its largest value, so that results are finite."""
     inputs = make_inputs(1, 1, 40, 40, 16, num_rows=79, dtype=torch.float16, seed=2)
     assert inputs.rel_key is not None
     query, table = 300 * inputs.query, 300 * inputs.rel_key
     assert float((query.double() @ table.double().mT).abs().max()) > 65504
-    inputs = inputs._replace(query=query, rel_key=table)
-    round_terms(monkeypatch, True)
     tiles = all_tiles(TileConfig(64, 32, 4, 1, rotation="registers"))
-    results = all_gradients(inputs, {**tiles, "stored_dq": TileConfig(32, 32, 4, 1), "dtable": TileConfig(32, 32, 4, 1)})
+    tiles |= dict.fromkeys(("stored_dq", "dtable"), TileConfig(32, 32, 4, 1))
+    results = all_results(inputs._replace(query=query, rel_key=table), tiles, True)
     assert all(bool(result.isfinite().all()) for result in results.values())
 
 
-SCALES: dict[str, tuple[float, dict[str, Any], dict[str, Any], float]] = {
-    "by position alone": (0.0, {"num_rows": 119}, {"rel_scale": 0.125}, 1.0),
-    "by a bias alone": (0.0, {"num_rows": 21, "rel_key": False, "rel_bias": True}, {}, 1.0),
-    "by the key's position": (0.0, {"num_rows": 21, "rel_key": False, "rel_p2c": True}, {"rel_scale": 0.25}, 1.0),
-    "small": (1e-4, {"num_rows": 119, "rel_key": False, "rel_bias": True}, {}, 20.0),
-    "small and negative": (-1e-5, {"num_rows": 21, "rel_bias": True}, {"rel_scale": 0.125, "softcap": 20.0}, 1.0),
-    "large": (2.0**26, {"num_rows": 21, "rel_key": False, "rel_bias": True}, {}, 1.0),
+IN_FLOAT32: dict[str, dict[str, Any]] = {
+    # A bias alone, with different tiles in each kernel
+    "full": {"tables": ("rel_bias",), "positions": (-79, 79, "clamp")},
+    "clamp": {"tables": ("rel_bias",), "positions": (-10, 10, "clamp")},
+    "zero": {"tables": ("rel_bias",), "positions": (-15, 5, "zero")},
+    # Terms divided by a scale near 0 overflow float16
+    "no products with keys": {"tables": ("rel_key",), "positions": (-79, 79, "clamp"), "scale": 0.0, "rel_scale": 0.125},
+    "a bias alone, no products": {"tables": ("rel_bias",), "scale": 0.0},
+    "by the key's position": {"tables": ("rel_p2c",), "scale": 0.0, "rel_scale": 0.25},
+    "small scale": {"tables": ("rel_bias",), "positions": (-79, 79, "clamp"), "scale": 5e-6},
+    "small and negative scale": {"tables": ("rel_key", "rel_bias"), "scale": -1e-5, "rel_scale": 0.125, "softcap": 20.0},
 }
-"""The scale, tensors, other arguments, and a factor for the bias."""
 
 
 @pytest.mark.parametrize("rotation", ["gather", "registers"])
-@pytest.mark.parametrize("case", SCALES)
-def test_scales_beyond_float16(case: str, rotation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Terms divided by a scale near 0 overflow float16, by a large one they underflow: they stay float32."""
-    scale, shape, arguments, bias_factor = SCALES[case]
-    inputs = make_inputs(1, 2, 50, 60, 16, dtype=torch.float32, seed=3, **shape)
-    inputs = inputs._replace(rel_bias=None if inputs.rel_bias is None else bias_factor * inputs.rel_bias)
-    if case == "large":
-        inputs = inputs._replace(query=inputs.query / scale)
-    round_terms(monkeypatch, True)
-    check_forward_backward(inputs, all_tiles(TileConfig(32, 32, 2, 1, rotation=rotation)), scale=scale, **arguments)
+@pytest.mark.parametrize("case", IN_FLOAT32)
+def test_terms_that_stay_float32(case: str, rotation: str) -> None:
+    """A bias alone, and terms at a scale at which float16 cannot hold them, are not rounded. Results have float32's accuracy."""
+    fields = {"positions": (-10, 10, "clamp"), **IN_FLOAT32[case]}
+    sample = Sample(**{"key_heads": 2, "num_queries": 70, "num_keys": 90, "round_terms": True, "seed": 6, **fields})
+    tiles = all_tiles(TileConfig(64, 64, 2, 1, rotation=rotation))  # two rows of 16 for each warp
+    if "scale" not in fields:
+        tiles |= {"forward": TileConfig(64, 32, 4, 1, rotation=rotation), "dkv": TileConfig(32, 32, 2, 1, rotation=rotation)}
+    check(sample, Way("triton", tiles=tiles))
+
+
+@pytest.mark.parametrize("rotation", ["gather", "registers"])
+def test_a_large_scale(rotation: str) -> None:
+    """A bias divided by a large scale would underflow float16."""
+    inputs = make_inputs(1, 2, 50, 60, 16, num_rows=21, rel_key=False, rel_bias=True, dtype=torch.float32, seed=3)
+    tiles = all_tiles(TileConfig(32, 32, 2, 1, rotation=rotation))
+    check_forward_backward(inputs._replace(query=inputs.query / 2.0**26), tiles, True, scale=2.0**26)

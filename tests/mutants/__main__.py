@@ -48,9 +48,9 @@ AREAS = {
     "integrations": "enable/test_structure enable/test_refused enable/test_replaced enable/test_later",
     "integrations/transformers": "enable/test_families enable/test_decoding enable/test_replaced enable/test_door "
     "enable/test_packing",
-    "kernels": "operator/test_sweeps operator/test_sums operator/test_draws operator/test_edges interpreter/test_tiles "
-    "interpreter/test_features interpreter/test_calls interpreter/test_key_terms",
-    "kernels/bwd_dq": "operator/test_draws interpreter/test_tiles interpreter/test_calls",
+    "kernels": "operator/test_sweeps operator/test_precision operator/test_draws operator/test_edges interpreter/test_calls "
+    "interpreter/test_workspace",
+    "kernels/bwd_dq": "operator/test_draws interpreter/test_calls",
     "kernels/bwd_stored_dq": "operator/test_draws interpreter/test_calls",
     "kernels/config": "compile/test_profiles compile/test_launches",
     "kernels/delta": "operator/test_draws interpreter/test_delta",
@@ -59,7 +59,7 @@ AREAS = {
     "kernels/splits": "interpreter/test_key_splits",
     "kernels/tile/registers": "interpreter/test_rotations operator/test_draws",
     "kernels/tuning": "interpreter/test_tuning",
-    "kernels/workspace": "operator/test_draws interpreter/test_calls",
+    "kernels/workspace": "operator/test_draws interpreter/test_workspace interpreter/test_calls",
     "measure": "cpu/test_measure",
     "nn": "cpu/test_nn cpu/test_tables",
     "plots": "cpu/test_plots",

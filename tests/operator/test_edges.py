@@ -121,6 +121,43 @@ def test_what_differs_by_sequence(of_sequences: dict[str, Any], mask: str | None
     check(replace(sample, mask=mask, mask_shape=(3, 1, 1, 20) if mask else (), width=way.width, value_width=way.width), way)
 
 
+SHAPES: dict[str, dict[str, Any]] = {
+    "widths": {"width": 40, "rel_width": 80},
+    "a narrow query": {"width": 80, "rel_width": 12, "is_causal": True},
+    "equal widths": {"width": 96, "value_width": 96, "query_offset": 4},
+    "a value of 40": {"value_width": 40},
+    "groups of 2": {"key_heads": 2, "group": 2},
+    "groups of 3": {"group": 3, "per_head": TABLES, "is_causal": True},
+    "rel_scale": {"rel_scale": -0.3},
+    "rel_scale of the query": {"rel_width": None, "rel_scale": 0.7, "scale": 0.1},
+    "rel_scale 0": {"rel_scale": 0.0},
+    "scale 0": {"scale": 0.0, "rel_scale": 0.2},
+    "a tiny scale": {"scale": 1e-39, "rel_scale": 0.2},
+    "scale 0, softcap": {"scale": 0.0, "rel_scale": 0.2, "softcap": 2.0},
+    "nothing but the bias": {"scale": 0.0, "rel_scale": 0.0},
+    "a negative scale": {"scale": -0.4},
+    "a negative scale of the query": {"rel_width": None, "scale": -0.4, "rel_scale": 0.5},
+    "a negative scale, softcap": {"rel_width": None, "scale": -0.4, "softcap": 2.0},
+    "scales that differ by 1e5": {
+        "tables": ("rel_key",),
+        "rel_width": None,
+        "dtype": "float16",
+        "scale": 1e-4,
+        "rel_scale": 10.0,
+    },
+    "by the table alone": {"tables": ("rel_key",), "rel_width": None, "dtype": "float16", "scale": -1e-6, "rel_scale": 1.0},
+}
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_shapes_and_scales(case: str, tiled: Way) -> None:
+    """Widths that differ or are not powers of two, heads that share keys, and scales of any sign and ratio."""
+    number = list(SHAPES).index(case)
+    fields: dict[str, Any] = {"num_queries": 21, "num_keys": 35, "value_width": 12, "rel_width": 12, "tables": TABLES[:3]}
+    fields |= {"positions": (-4, 6, ("clamp", "zero")[number % 2]), "seed": number, "blocks": number}
+    check(Sample(**{**fields, **SHAPES[case]}), tiled)
+
+
 def test_a_table_beyond_all_positions_is_used_twice(way: Way) -> None:
     """A block of old keys: all pairs have the table's end row, and the table is no less usable in another call."""
     inputs = make_inputs(1, 2, 300 if way.implementation != "triton" else 40, 40, 16, num_rows=17, dtype=way.dtype, seed=3)

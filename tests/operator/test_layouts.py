@@ -66,14 +66,15 @@ def test_strides(layout: str, way: Way) -> None:
             assert (tensor.stride(1) < tensor.stride(2)) == (gradient.stride(1) < gradient.stride(2)), name
 
 
-@pytest.mark.parametrize("names", [("query", "key"), ("key", "value")], ids="_".join)
+@pytest.mark.parametrize("names", [("query", "key"), ("key", "value"), ("query", "rel_query")], ids="_".join)
 def test_one_tensor_as_several_inputs(names: tuple[str, ...], way: Way) -> None:
     """The gradient of a tensor passed as several inputs is the sum of their gradients."""
     inputs = make_inputs(1, 2, 33, 33, way.width, num_rows=9, dtype=way.dtype, seed=8)
     inputs = inputs._replace(**dict.fromkeys(names, inputs.query))
     shared = inputs.query.clone().requires_grad_()
     tensors = {**inputs._asdict(), **dict.fromkeys(names, shared)}
-    results = way.attend(*(tensors[name] for name in ("query", "key", "value", "rel_key")), is_causal=True)
+    given = (tensors[name] for name in ("query", "key", "value", "rel_key"))
+    results = way.attend(*given, rel_query=tensors["rel_query"], is_causal=True)
     (gradient,) = torch.autograd.grad(results, shared, (inputs.d_out, inputs.d_lse))
     separate = way.results(inputs, is_causal=True)
     way.check(separate, inputs, is_causal=True)
