@@ -28,7 +28,7 @@ from tests.draws import explore, samples
 from tests.expected import INPUTS, TABLES
 from tests.samples import Sample
 from tests.tolerance import assert_near, assert_same
-from triton_relattn import RelativePositions, decomposed_relative_attention, fused_relative_attention, merge_attention
+from triton_relattn import RelativePositions, decomposed_relative_attention, merge_attention
 from triton_relattn.testing import Inputs, make_inputs
 
 FORWARD = torch.ops.triton_relattn.attention_forward.default
@@ -81,13 +81,8 @@ def get_call(name: str) -> tuple[Callable[..., Any], dict[str, torch.Tensor], tu
     if name.startswith("grid"):
         leaves = grid_leaves()
         return attend_grid, leaves, (torch.randn(2, 3, 13, 6),), GRID | {"dropout_p": 0.3 if name == "grid_dropout" else 0.0}
-    (inputs, options), function = CASES[name].inputs(), public_function(CASES[name])
-    return (
-        partial(function, return_lse=True, implementation="blockwise"),
-        make_leaves(inputs),
-        (inputs.d_out, inputs.d_lse),
-        options,
-    )
+    (inputs, options), function = CASES[name].inputs(), partial(public_function(CASES[name]), return_lse=True)
+    return partial(function, implementation="blockwise"), make_leaves(inputs), (inputs.d_out, inputs.d_lse), options
 
 
 class Recorded(TorchDispatchMode):
@@ -99,9 +94,7 @@ class Recorded(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function.namespace == "triton_relattn":
-            self.calls.append(
-                (function, tuple(argument.detach() if isinstance(argument, torch.Tensor) else argument for argument in args))
-            )
+            self.calls.append((function, tuple(arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args)))
         return function(*args, **(kwargs or {}))
 
 
@@ -126,11 +119,10 @@ def test_operators_are_well_registered(name: str, wanted: str) -> None:
     (forward, forward_arguments), (backward, backward_arguments) = recorded.calls
     assert [str(operator).rsplit("_")[-1] for operator in (forward, backward)] == ["forward.default", "backward.default"]
     torch.library.opcheck(forward, forward_arguments)
-    differentiable = [argument.name in (*INPUTS, "rel_h", "rel_w") for argument in forward._schema.arguments]
-    pairs = zip(forward_arguments, differentiable, strict=True)
-    torch.library.opcheck(
-        forward, tuple(value.requires_grad_() if isinstance(value, torch.Tensor) and has else value for value, has in pairs)
-    )
+    for argument, value in zip(forward._schema.arguments, forward_arguments, strict=True):
+        if isinstance(value, torch.Tensor) and argument.name in (*INPUTS, "rel_h", "rel_w"):
+            value.requires_grad_()
+    torch.library.opcheck(forward, forward_arguments)
     torch.library.opcheck(backward, backward_arguments)
 
 
@@ -143,15 +135,15 @@ def test_gradients_are_those_of_differences() -> None:
         (attend_grid, grid_leaves(torch.float64), {"grid": (4, 3)}),
     ):
         names, tensors = tuple(leaves), tuple(leaves.values())
-        check = partial(torch.autograd.gradcheck, fast_mode=True)
 
         def run(implementation: str, *tensors: torch.Tensor, call: Any = (function, names, options)) -> Any:
             function, names, options = call
             return function(**dict(zip(names, tensors, strict=True)), **options, implementation=implementation)
 
-        assert check(partial(run, "blockwise"), tensors)
-        assert check(partial(run, "reference"), tensors, check_forward_ad=True)
-        assert torch.autograd.gradgradcheck(partial(run, "reference"), tensors, fast_mode=True)
+        blockwise, reference = (partial(run, implementation) for implementation in ("blockwise", "reference"))
+        assert torch.autograd.gradcheck(blockwise, tensors, fast_mode=True)
+        assert torch.autograd.gradcheck(reference, tensors, fast_mode=True, check_forward_ad=True)
+        assert torch.autograd.gradgradcheck(reference, tensors, fast_mode=True)
 
 
 @pytest.mark.parametrize("name", ["odd", "grid"])
@@ -213,14 +205,14 @@ TRANSFORMED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)])
+COMPILED = [("grid", None), ("sequence", None), ("sequence", "aot_eager")]
+
+
+@pytest.mark.parametrize(("kind", "backend"), [*COMPILED, pytest.param("sequence", "inductor", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", TRANSFORMED)
-@pytest.mark.parametrize("kind", LOSSES)
-def test_torch_func(kind: str, name: str, backend: str | None) -> None:
+def test_torch_func(name: str, kind: str, backend: str | None) -> None:
     """Uncompiled and in one graph; an outer transform is applied through an inner one."""
     loss, table = LOSSES[kind]
-    if kind == "grid" and backend is not None:
-        pytest.skip("what is compiled is the operator of a sequence")
     leaf = table.clone().requires_grad_()
     transformed = partial(TRANSFORMED[name], loss)
     run = transformed if backend is None else torch.compile(transformed, backend=backend, fullgraph=True)
@@ -253,14 +245,14 @@ def test_vmap(name: str) -> None:
     one_by_one = torch.stack([function(*tensors) for tensors in zip(*batches, strict=True)])
     assert_same(name, torch.func.vmap(function)(*batches), one_by_one)
     assert_same(name, torch.func.vmap(function, in_dims=1)(*(batch.transpose(0, 1) for batch in batches)), one_by_one)
+    with pytest.raises(ValueError, match="size 0"):
+        torch.func.vmap(function)(*(batch[:0] for batch in batches))
 
 
 def test_gradients_through_vmap() -> None:
     function, tables = VMAPPED["query and table"][0], MANY_TABLES.clone().requires_grad_()
     ways = torch.func.vmap(partial(function, QUERY))(tables), torch.stack([function(QUERY, table) for table in tables])
     assert_same("table", *(torch.autograd.grad(out.square().sum(), tables)[0] for out in ways))
-    with pytest.raises(ValueError, match="size 0"):
-        torch.func.vmap(VMAPPED["query"][0])(QUERY.expand(0, *QUERY.shape))
 
 
 @pytest.mark.parametrize("implementation", ["blockwise", "reference"])
@@ -331,27 +323,25 @@ def test_autocast_casts_as_for_sdpa(outside: bool) -> None:
 def test_autocast_casts_every_table(name: str, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     """Whichever of a table and the other tensors is in float32, the call is that in bfloat16; a bias stays as it is."""
     torch.manual_seed(0)
-    tensors = {part: torch.randn(1, 2, 10, 16, dtype=dtypes[0]) for part in ("query", "key", "value")}
-    tables = {name: torch.randn(*(19, 16)[: 1 if name == "rel_bias" else 2], dtype=dtypes[1])}
-    if name == "rel_query":
-        tables = {"rel_query": torch.randn(1, 2, 10, 16, dtype=dtypes[1]), "rel_key": torch.randn(19, 16, dtype=dtypes[1])}
+    given = {part: torch.randn(1, 2, 10, 16, dtype=dtypes[0]) for part in ("query", "key", "value")}
+    for table in ("rel_query", "rel_key") if name == "rel_query" else (name,):
+        shape = {"rel_query": (1, 2, 10, 16), "rel_bias": (19,)}.get(table, (19, 16))
+        given[table] = torch.randn(shape, dtype=dtypes[1])
     with torch.autocast("cpu", torch.bfloat16):
-        found = attend_out(**tensors, **tables)
-    low = {part: tensor.bfloat16() for part, tensor in (tensors | tables).items() if part != "rel_bias"}
-    assert torch.equal(found, attend_out(**low, **({"rel_bias": tables["rel_bias"]} if name == "rel_bias" else {})))
+        found = attend_out(**given)
+    low = {part: tensor if part == "rel_bias" else tensor.bfloat16() for part, tensor in given.items()}
+    assert torch.equal(found, attend_out(**low))
 
 
 @pytest.mark.parametrize("implementation", ["blockwise", "reference"])
 def test_autocast_does_not_change_the_precision(implementation: str) -> None:
     """Inputs already in autocast's dtype give the same bits with and without autocast, forward and backward, for every term."""
-    inputs = make_inputs(1, 4, 9, 13, 8, 5, num_rows=7, key_heads=2, dtype=torch.bfloat16, seed=0, **ALL_TERMS)
-    results = []
+    sample, results = replace(ALL, key_heads=2, group=2, value_width=5, dtype="bfloat16", softcap=4.0), []
     for enabled in (False, True):
-        leaves = make_leaves(inputs)
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            pair = attend(**leaves, softcap=4.0, enable_gqa=True, implementation=implementation)
-            results.append((*pair, *torch.autograd.grad(pair, list(leaves.values()), (inputs.d_out, inputs.d_lse))))
-    assert all(map(torch.equal, *results))
+            results.append(run_sample(sample, {**sample.call(), "implementation": implementation}))
+    for name, result in results[0].items():
+        assert result is not None and torch.equal(result, results[1][name]), name  # type: ignore[arg-type]
 
 
 def save_attention(_context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
@@ -440,7 +430,7 @@ for mode in (torch.no_grad, torch.inference_mode):
 # Jagged nested tensors: each sequence as if it were alone, and errors instead of other sequences' rows.
 
 
-def jagged(width: int, seed: int, lengths: tuple[int, ...] = (5, 9, 1)) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def jagged(width: int, seed: int, lengths: tuple[int, ...] = (5, 9, 1)) -> tuple[Any, list[torch.Tensor]]:
     """A nested tensor (B, H, N, D), and its sequences (H, N, D), as leaves."""
     generator = torch.Generator().manual_seed(seed)
     parts = [torch.randn(length, 2, width, generator=generator, dtype=torch.float64).requires_grad_() for length in lengths]
@@ -453,7 +443,7 @@ def test_nested_sequences_are_computed_one_by_one(causal: bool) -> None:
     table = torch.randn(9, 8, dtype=torch.float64, requires_grad=True)
     (query, queries), (key, keys), (value, values) = jagged(8, 1), jagged(8, 2), jagged(6, 3)
     leaves, options = [*queries, *keys, *values, table], {"is_causal": causal, "positions": RelativePositions(-4, 4)}
-    out, lse = fused_relative_attention(query, key, value, table, return_lse=True, **options)  # type: ignore[call-overload]
+    out, lse = attend(query, key, value, table, implementation=None, **options)
     assert out.is_nested and out.shape[0] == 3 and out.shape[3] == 6
     loss = torch.cat([sequence.flatten() for sequence in out.transpose(1, 2).unbind()]).square().sum()
     expected_loss = torch.zeros((), dtype=torch.float64)
@@ -471,7 +461,7 @@ def test_nested_tensors_that_are_refused() -> None:
     rows."""
     (query, _), (other, _), (same, _) = jagged(8, 1), jagged(8, 2, (9, 5, 1)), jagged(8, 3)
     table, plain = torch.randn(9, 8, dtype=torch.float64), torch.randn(3, 2, 9, 8, dtype=torch.float64)
-    fused_relative_attention(query, query, same, table, rel_query=same)
+    attend_out(query, query, same, table, rel_query=same)
     cache, lengths = torch.randn(2, 6, 2, 8, dtype=torch.float64), torch.tensor([3, 6])
     holes = torch.nested.narrow(cache, 1, torch.zeros(2, dtype=torch.int64), lengths, layout=torch.jagged)
     wrong: list[tuple[Sequence[torch.Tensor], dict[str, Any], type[Exception], str]] = [
