@@ -73,7 +73,7 @@ def four(*lengths: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor
     return [tensor.requires_grad_() for tensor in inputs[:4] if tensor is not None]
 
 
-WIDTH, HEADS, LENGTH = 24, 3, 11
+WIDTH, HEADS, LENGTH = 24, 4, 11
 KINDS: dict[str, Any] = {
     "none": lambda **o: RelativeMultiheadAttention(WIDTH, HEADS, encoding=None, **o),
     "shaw": lambda **o: RelativeMultiheadAttention.shaw(WIDTH, HEADS, 4, **o),

@@ -25,6 +25,8 @@ from torch import nn
 
 import triton_relattn
 from tests.conftest import PATIENCE
+from tests.cpu.small_call import WIDTH as EMBEDDING
+from tests.cpu.small_call import module
 from tests.expected import INPUTS, TABLES
 from tests.tolerance import assert_near
 from triton_relattn import RelativePositions
@@ -38,7 +40,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import parallelize_module
 
 from triton_relattn import distributed
-from triton_relattn.nn import RelativeMultiheadAttention, parallel
+from triton_relattn.nn import parallel
 
 PROCESSES, HEADS, WIDTH = 4, 12, 4
 TIMEOUT = timedelta(seconds=10)
@@ -83,8 +85,8 @@ def hiding(*shape: int, low: float = LOWEST, seed: int = 6) -> torch.Tensor:
     return mask
 
 
-PER_HEAD = ("rel_value", "rel_bias", "rel_p2c")
-TERMS, CAUSAL = all_terms(*PER_HEAD), {"is_causal": True}
+PER_HEAD, CAUSAL = ("rel_value", "rel_bias", "rel_p2c"), {"is_causal": True}
+TERMS = all_terms(*PER_HEAD)
 BASES: dict[str, tuple[Tensors, Options]] = {
     "terms": (TERMS, {}),
     "other tables per head": (all_terms("rel_key"), {}),
@@ -160,12 +162,14 @@ def draw(seed: int) -> Case:
     case = Case("", ())
     while not case.base or not case.is_valid:
         base, pack = choose.choice([*BASES, "terms"]), choose.choice(PACKS)
-        packs = pack if BASES[base][0]["key"].shape[2] == 23 and choose.random() < 0.4 else ()
+        packs = pack if BASES[base][0]["key"].shape[2] == 23 and choose.random() < 0.75 else ()
         case = Case(base, tuple(choose.sample(list(features()), 2)), packs)
     return case
 
 
 SINGLE = [Case("terms", (name,)) for name in features()] + [Case(base, ("causality", "an offset")) for base in BASES]
+SINGLE += [Case("terms", (name,), PACKS[number % len(PACKS)]) for number, name in enumerate(features())]
+SINGLE = [case for case in SINGLE if case.is_valid]
 DRAWN = [draw(seed) for seed in range(96)]
 SPREAD: tuple[tuple[int, str, str, Sequence[Case]], ...] = (
     # Ranks, method, layout, cases.
@@ -265,15 +269,14 @@ def check_autocast(groups: dict[int, dist.ProcessGroup]) -> None:
     """torch.autocast casts tensors over ranks as in one process: not a bias, whose gradient is not rounded to 16 bits either."""
     tensors = {name: tensor.float() for name, tensor in TERMS.items()}
     shards = {name: distributed.shard(tensor, 2) if name in BY_POSITION else tensor for name, tensor in tensors.items()}
+
+    def ones(*results: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.ones_like(result) for result in results]
+
     for method in ("gather", "all_to_all"):
         with torch.autocast("cpu", torch.bfloat16):
-            exact = differentiated(attend, tensors, CAUSAL, lambda *results: [torch.ones_like(result) for result in results])
-            found = differentiated(
-                functools.partial(over_ranks, method=method),
-                shards,
-                CAUSAL,
-                lambda *results: [torch.ones_like(result) for result in results],
-            )
+            exact = differentiated(attend, tensors, CAUSAL, ones)
+            found = differentiated(functools.partial(over_ranks, method=method), shards, CAUSAL, ones)
         for name, expected in exact.items():
             expected = expected if name in TABLES else distributed.shard(expected, 2)
             assert_near(name, found[name], expected, tolerance=2 * torch.finfo(torch.bfloat16).eps)
@@ -313,52 +316,48 @@ def compare_on_mesh(
     return {**spread, **others}
 
 
+MESHES: tuple[tuple[tuple[int, ...], list[Any]], ...] = (
+    # Sizes of a mesh, placements of what has positions.
+    *(((4,), [placement]) for placement in (Replicate(), Shard(0), Shard(1), Shard(2))),
+    *(((2, 2), [first, Shard(2)]) for first in (Shard(0), Shard(1), Replicate())),
+    *(((2, 2), [first, Shard(1)]) for first in (Shard(0), Shard(1))),
+    ((2, 2), [Shard(0), Replicate()]),
+    ((2, 2), [Shard(2), Shard(0)]),
+)
+
+
 def check_dtensor(groups: dict[int, dist.ProcessGroup]) -> None:
-    """Positions over one mesh dimension, batch or heads over the other; the public function detects DTensors."""
-    options: Options = {"positions": SHORT, **CAUSAL, "key_lengths": torch.tensor([17, 9]), "query_offset": torch.tensor([0, 3])}
-    options["attn_mask"] = torch.arange(23) != torch.tensor([5, 2]).view(2, 1, 1, 1)
-    for first, second in ((0, 2), (1, 2), (None, 2), (0, 1), (1, 1)):
-        compare_on_mesh((2, 2), [Replicate() if first is None else Shard(first), Shard(second)], TERMS, options)
+    """Whatever dimensions a mesh shards, the public function gives the numbers of one process, and drops the same elements if all
+    ranks' generators have the same state; replicas are equal in any case."""
+    given: Options = {"positions": SHORT, **CAUSAL, "key_lengths": torch.tensor([17, 9]), "query_offset": torch.tensor([0, 3])}
+    given |= {"attn_mask": torch.arange(23) != torch.tensor([5, 2]).view(2, 1, 1, 1), "dropout_p": 0.4}
+    tables = {"rel_key": normal(9, WIDTH), "rel_value": normal(HEADS, 9, WIDTH + 1), "rel_bias": normal(HEADS, 9)}
+    shared: tuple[Tensors, Options] = {**operands(9, 11, key_heads=4), **tables}, {"enable_gqa": True, "dropout_p": 0.4}
+    all_to_all, sides = (
+        functools.partial(over_ranks, method="all_to_all"),
+        {"rel_pos_h": normal(5, WIDTH), "rel_pos_w": normal(7, WIDTH)},
+    )
+    for call, tensors, options in (
+        (attend, TERMS, given),
+        (attend, *shared),
+        (all_to_all, *shared),
+        (on_grid, {**operands(12), **sides}, {"grid": (3, 4), "dropout_p": 0.4}),
+    ):
+        for sizes, placements in MESHES:
+            if (call is on_grid and Shard(2) in placements) or (call is all_to_all and Shard(2) not in placements):
+                continue
+            spread = compare_on_mesh(sizes, placements, tensors, options, call)
+            torch.manual_seed(dist.get_rank())
+            out = call(**spread).full_tensor()
+            rank_0_out = out.clone()
+            dist.broadcast(rank_0_out, 0)
+            assert torch.equal(out, rank_0_out), (call, placements)
     mesh, (rows, packing) = init_device_mesh("cpu", (2, 2)), Case("terms", ("a table that ends",), PACKS[4]).call()
     by_rows = spread_over(mesh, rows, {name: [Replicate(), Shard(0)] for name in BY_POSITION})
     close(attend_packed(**by_rows, **packing).full_tensor(), attend_packed(**rows, **packing), "packed")
     with pytest.raises(ValueError, match="one dimension of the mesh may shard"):
         both = distribute_tensor(rows["query"][None].transpose(1, 2), mesh, [Shard(2), Shard(2)])
         attend(both, both, both)
-
-
-DROPPING: tuple[tuple[tuple[int, ...], tuple[Any, ...]], ...] = (
-    # Sizes of a mesh, placements of what has positions.
-    *(((4,), (placement,)) for placement in (Replicate(), Shard(0), Shard(1), Shard(2))),
-    ((2, 2), (Shard(0), Replicate())),
-    ((2, 2), (Shard(2), Shard(0))),
-    ((2, 2), (Shard(1), Shard(2))),
-    ((2, 2), (Shard(1), Shard(1))),
-)
-
-
-def check_dtensor_dropout(groups: dict[int, dist.ProcessGroup]) -> None:
-    """For every placement the same elements are dropped as in one process if all ranks' generators have the same state; replicas
-    are equal in any case."""
-    tables = {"rel_key": normal(9, WIDTH), "rel_value": normal(HEADS, 9, WIDTH + 1), "rel_bias": normal(HEADS, 9)}
-    tensors = {**operands(9, 11, key_heads=4), **tables}
-    grid_tensors = {**operands(12), "rel_pos_h": normal(5, WIDTH), "rel_pos_w": normal(7, WIDTH)}
-    all_to_all = functools.partial(over_ranks, method="all_to_all")
-    options: Options = {"positions": SHORT, "enable_gqa": True, "dropout_p": 0.4}
-    for call, leaves, others in (
-        (attend, tensors, options),
-        (all_to_all, tensors, options),
-        (on_grid, grid_tensors, {"grid": (3, 4), "dropout_p": 0.4}),
-    ):
-        for sizes, placements in DROPPING:
-            if (call is on_grid and Shard(2) in placements) or (call is all_to_all and Shard(2) not in placements):
-                continue
-            spread = compare_on_mesh(sizes, list(placements), leaves, others, call)
-            torch.manual_seed(dist.get_rank())
-            out = call(**spread).full_tensor()
-            rank_0_out = out.clone()
-            dist.broadcast(rank_0_out, 0)
-            assert torch.equal(out, rank_0_out), (call, placements)
 
 
 SHARED = (
@@ -388,25 +387,11 @@ def check_dtensor_shared_keys(groups: dict[int, dist.ProcessGroup]) -> None:
         over_ranks(query, key, key, method="all_to_all", enable_gqa=True)
 
 
-KINDS: dict[str, Callable[..., RelativeMultiheadAttention]] = {
-    "shaw": functools.partial(RelativeMultiheadAttention.shaw, 16, 4, 3),
-    "per_head": functools.partial(RelativeMultiheadAttention.general, 16, 4, 24, per_head=True),
-    "transformer_xl": functools.partial(RelativeMultiheadAttention.transformer_xl, 16, 4),
-    "t5": functools.partial(RelativeMultiheadAttention.t5, 16, 4, 8, 20),
-    "alibi": functools.partial(RelativeMultiheadAttention.alibi, 16, 4),
-}
-
-
-def module(kind: str) -> Any:
-    torch.manual_seed(0)
-    return KINDS[kind](batch_first=True, dtype=torch.float64)
-
-
 def check_modules(groups: dict[int, dist.ProcessGroup]) -> None:
     """Projection and table heads on different ranks; positions on different ranks, with FSDP2, and with sharded heads."""
     from torch.distributed.fsdp import fully_shard
 
-    x, d_out = normal(2, 24, 16), normal(2, 24, 16, seed=1)
+    x, d_out = normal(2, 24, EMBEDDING), normal(2, 24, EMBEDDING, seed=1)
     line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("context", "heads"))
 
     def gradients(layer: Any, mesh: Any = None) -> Tensors:
@@ -416,7 +401,7 @@ def check_modules(groups: dict[int, dist.ProcessGroup]) -> None:
         out.backward(own_d_out)
         return {"out": out.detach(), **{name: parameter.grad for name, parameter in layer.named_parameters()}}
 
-    for kind in KINDS:
+    for kind in ("shaw", "shaw_keys", "transformer_xl", "t5", "alibi", "fixed_alibi"):
         expected = gradients(module(kind))
         by_heads = parallelize_module(module(kind), line, parallel.plan())
         frozen = parallelize_module(module(kind).requires_grad_(False), line, parallel.plan())
@@ -442,12 +427,12 @@ def check_uneven_modules(groups: dict[int, dist.ProcessGroup]) -> None:
     """The last rank may have fewer positions; if the split differs from a DTensor's, all ranks raise."""
     alone, spread = module("t5"), parallelize_module(module("t5"), init_device_mesh("cpu", (4,)), parallel.context_plan())
     for length, others in ((23, 23), (7, 24), (3, 3)):
-        query, key = normal(2, length, 16), normal(2, others, 16, seed=1)
+        query, key = normal(2, length, EMBEDDING), normal(2, others, EMBEDDING, seed=1)
         own_query, own_key = (distributed.shard(states, 1) for states in (query, key))
         expected = alone(query, key, key, is_causal=True)[0]
         close(spread(own_query, own_key, own_key, is_causal=True)[0], distributed.shard(expected, 1), (length, others))
     for length in (6, 22):
-        own_query = distributed.shard(normal(2, length, 16), 1)
+        own_query = distributed.shard(normal(2, length, EMBEDDING), 1)
         with pytest.raises(ValueError, match=f"of {length} positions the ranks must have"):
             spread(own_query, own_query, own_query)
 
@@ -456,7 +441,7 @@ def check_training(groups: dict[int, dist.ProcessGroup]) -> None:
     """DDP and FSDP2 over the batch give the same losses as one process for a few steps."""
     from torch.distributed.fsdp import fully_shard
 
-    x, y = normal(4, 9, 16, seed=1), normal(4, 9, 16, seed=2)
+    x, y = normal(4, 9, EMBEDDING, seed=1), normal(4, 9, EMBEDDING, seed=2)
 
     def train(layer: nn.Module, rows: slice) -> torch.Tensor:
         optimizer, losses = torch.optim.Adam(layer.parameters(), 0.01), []
@@ -468,11 +453,8 @@ def check_training(groups: dict[int, dist.ProcessGroup]) -> None:
             losses.append(loss.detach())
         return torch.stack(losses)
 
-    expected, rank = train(module("shaw"), slice(None)), dist.get_rank()
-    for layer in (
-        nn.parallel.DistributedDataParallel(module("shaw")),
-        fully_shard(module("shaw"), mesh=init_device_mesh("cpu", (4,))),
-    ):
+    expected, rank, mesh = train(module("shaw"), slice(None)), dist.get_rank(), init_device_mesh("cpu", (4,))
+    for layer in (nn.parallel.DistributedDataParallel(module("shaw")), fully_shard(module("shaw"), mesh=mesh)):
         losses = train(layer, slice(rank, rank + 1))
         dist.all_reduce(losses)
         close(losses / PROCESSES, expected, type(layer).__name__)
@@ -494,17 +476,14 @@ def check_compile(groups: dict[int, dist.ProcessGroup]) -> None:
     torch.manual_seed(7)
     expected_out = eager(*whole)
     torch.manual_seed(7)
-    close(
-        compiled(*(distribute_tensor(tensor, mesh, [Shard(1), Shard(2)]) for tensor in whole)).full_tensor(),
-        expected_out,
-        "compiled",
-    )
+    spread = (distribute_tensor(tensor, mesh, [Shard(1), Shard(2)]) for tensor in whole)
+    close(compiled(*spread).full_tensor(), expected_out, "compiled")
 
 
 def check_transforms(groups: dict[int, dist.ProcessGroup]) -> None:
     """Both methods under torch.func, and with batched gradients: messages are complete before they are read."""
     tensors, mine = BASES["a full table"][0], functools.partial(own, layout="contiguous", rank=dist.get_rank(), ranks=4)
-    whole = {name: tensors[name] for name in BY_POSITION[:3]}
+    whole = {name: tensor for name, tensor in tensors.items() if name in BY_POSITION}
     shards = {name: mine(tensor, 2) for name, tensor in whole.items()}
     tables = torch.stack([scale * tensors["rel_key"] for scale in (1, -1, 2)])
     d_outs = normal(3, *tensors["query"].shape[:3], WIDTH + 1)
@@ -603,7 +582,7 @@ def check_rank_that_dies(groups: dict[int, dist.ProcessGroup]) -> None:
         assert took < PATIENCE, (kind, took)
 
 
-QUICK = "spread autocast dtensor dtensor_dropout dtensor_shared_keys modules uneven_modules rounding_of_tables refusals".split()
+QUICK = "spread autocast dtensor dtensor_shared_keys modules uneven_modules rounding_of_tables refusals".split()
 THOROUGH = "training compile transforms rank_that_dies".split()
 CHECKS = {name: globals()[f"check_{name}"] for name in (*QUICK, *THOROUGH)}
 
