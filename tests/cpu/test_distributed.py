@@ -145,7 +145,8 @@ class Case(NamedTuple):
 
     def call(self) -> tuple[Tensors, Options]:
         tensors, options = BASES[self.base]
-        found = features(*(tensors[name].shape[2] for name in ("query", "key")), len(self.packs[0]) if self.packs else 2)
+        queries, keys = (tensors[name].shape[2] for name in ("query", "key"))
+        found = features(queries, keys, len(self.packs[0]) if self.packs else 2)
         for name in self.features:
             options = options | found[name]
         if not self.packs:
@@ -250,7 +251,9 @@ def check_spread(groups: dict[int, dist.ProcessGroup]) -> None:
                     return own(tensor, dim + (dim == 0), *cut)
                 return own(tensor, dim, *cut) if label in (*BY_POSITION, "out") else tensor
 
-            local = options | way | ({"attn_mask": own(mask, mask.dim() - 2, layout, rank, ranks)} if by_query else {})
+            local: Options = options | way
+            if mask is not None and by_query:
+                local["attn_mask"] = own(mask, mask.dim() - 2, layout, rank, ranks)
             if ranks == 3:
                 for name, sizes in (("query", "shard_sizes"), ("key", "key_shard_sizes")):
                     local[sizes] = [own(tensors[name], dim, layout, other, ranks).shape[dim] for other in range(ranks)]
@@ -299,8 +302,8 @@ def compare_on_mesh(
     by_head = [Shard(0) if placement == Shard(1) else Replicate() for placement in placements]
     by_entry = [placement if placement == Shard(0) else Replicate() for placement in placements]
     kinds = dict.fromkeys(BY_POSITION, placements) | dict.fromkeys(PER_HEAD, by_head)
-    by_batch = {name: options[name] for name in ("key_lengths", "query_offset", "attn_mask") if name in options}
-    by_batch = {name: tensor for name, tensor in by_batch.items() if tensor.shape[0] == 2}
+    names = [name for name in ("key_lengths", "query_offset", "attn_mask") if name in options and options[name].shape[0] == 2]
+    by_batch: Tensors = {name: options[name] for name in names}
     spread = spread_over(mesh, tensors, kinds)
     others = options | spread_over(mesh, by_batch, dict.fromkeys(by_batch, by_entry))
     d_out = normal(*tensors["query"].shape[:3], WIDTH + 1, seed=4)
@@ -454,7 +457,8 @@ def check_training(groups: dict[int, dist.ProcessGroup]) -> None:
         return torch.stack(losses)
 
     expected, rank, mesh = train(module("shaw"), slice(None)), dist.get_rank(), init_device_mesh("cpu", (4,))
-    for layer in (nn.parallel.DistributedDataParallel(module("shaw")), fully_shard(module("shaw"), mesh=mesh)):
+    layers: tuple[Any, ...] = (nn.parallel.DistributedDataParallel(module("shaw")), fully_shard(module("shaw"), mesh=mesh))
+    for layer in layers:
         losses = train(layer, slice(rank, rank + 1))
         dist.all_reduce(losses)
         close(losses / PROCESSES, expected, type(layer).__name__)

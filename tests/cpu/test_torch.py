@@ -517,22 +517,24 @@ def in_threads(count: int) -> Iterator[None]:
 HIDDEN: Options = {"mask": "bool", "mask_shape": (2, 1, 70, 83), "key_lengths": (83, 60), "window_size": (40, 50)}
 EVERYTHING = replace(ALL, **HIDDEN, num_queries=70, num_keys=83, key_heads=2, group=2, per_head=TABLES, query_offset=(3, -2))
 EVERYTHING = replace(EVERYTHING, dropout_p=0.3, softcap=5.0)
+FULL_TABLES = replace(BASE, num_queries=150, num_keys=160, width=32, tables=TABLES, positions=(-149, 159, "clamp"))
+REPEATED = [replace(EVERYTHING, dtype=dtype) for dtype in ("float64", "float32", "bfloat16")]
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("sample", [*REPEATED, FULL_TABLES], ids=["float64", "float32", "bfloat16", "full_tables"])
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_results_repeat(way: Way, dtype: str, threads: int) -> None:
+def test_results_repeat(way: Way, sample: Sample, threads: int) -> None:
     """All features at once, for each number of threads, also with deterministic algorithms only, which fill new memory with NaN.
     (Different numbers may differ: blockwise then takes larger blocks, whose sums round differently.)"""
-    sample, results = replace(EVERYTHING, dtype=dtype), []
+    results = []
     for context in (nullcontext, nullcontext, deterministic):
         with in_threads(threads), environment(sample, way), context():
             results.append(run_sample(sample, {**sample.call(), "implementation": way.implementation}))
     for name, result in results[0].items():
         assert result is not None and (result.count_nonzero() or name == "lse"), f"{name} is all zeros"
         assert all(torch.equal(result, other[name]) for other in results), f"{name} differs"  # type: ignore[arg-type]
-    if dtype == "float64":
+    if sample.dtype == "float64":
         with in_threads(threads):
             check(sample, way)
 
