@@ -95,10 +95,8 @@ BASES: dict[str, tuple[Tensors, Options]] = {
     "other keys": ({**operands(9, 31), "rel_key": normal(9, WIDTH)}, {}),
     "fewer positions than ranks": ({**operands(3), "rel_key": normal(5, WIDTH)}, {"positions": RelativePositions(-2, 2)}),
 }
-PACKS: tuple[tuple[tuple[int, ...], ...], ...] = (
-    *(((5, 5, 5, 8),), ((4, 1, 4, 14),), ((0, 10, 5, 8),), ((9, 9, 5),), ((7, 0, 1, 13, 2),), ((4, 3, 5, 1, 6, 4),)),
-    *(((5, 5, 13), (13, 5, 5)), ((1, 20, 2), (9, 3, 11)), ((11, 12), (2, 21))),
-)
+ALIKE = ((5, 5, 5, 8), (4, 1, 4, 14), (0, 10, 5, 8), (9, 9, 5), (7, 0, 1, 13, 2), (4, 3, 5, 1, 6, 4))
+PACKS = [(lengths,) for lengths in ALIKE] + [((5, 5, 13), (13, 5, 5)), ((1, 20, 2), (9, 3, 11)), ((11, 12), (2, 21))]
 """Lengths of packed sequences, of their keys too if those differ. The first or last row of some begins a rank's piece of 23 rows,
 where four ranks have 4, 5, 5 and 9; some are empty or short."""
 
@@ -134,7 +132,7 @@ class Case(NamedTuple):
 
     base: str
     features: tuple[str, ...]
-    packs: tuple[tuple[int, ...], ...] = ()
+    packs: Sequence[tuple[int, ...]] = ()
 
     @property
     def is_valid(self) -> bool:

@@ -521,9 +521,10 @@ FULL_TABLES = replace(BASE, num_queries=150, num_keys=160, width=32, tables=TABL
 REPEATED = [replace(EVERYTHING, dtype=dtype) for dtype in ("float64", "float32", "bfloat16")]
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("way", "threads"), [(way, count) for way in WAYS for count in ((1,) if way.small else (1, 2, 3))], ids=str
+)
 @pytest.mark.parametrize("sample", [*REPEATED, FULL_TABLES], ids=["float64", "float32", "bfloat16", "full_tables"])
-@pytest.mark.parametrize("way", WAYS, ids=str)
 def test_results_repeat(way: Way, sample: Sample, threads: int) -> None:
     """All features at once, for each number of threads, also with deterministic algorithms only, which fill new memory with NaN.
     (Different numbers may differ: blockwise then takes larger blocks, whose sums round differently.)"""
