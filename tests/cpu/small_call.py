@@ -1,4 +1,4 @@
-"""Small calls whose arguments tests change: padded and packed, and of leaves that have gradients."""
+"""Small calls whose arguments tests change: padded and packed, of leaves that have gradients, and small modules of each kind."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from tests.samples import with_different_strides
 from triton_relattn import RelativePositions, fused_relative_attention, fused_relative_attention_varlen
+from triton_relattn.nn import RelativeMultiheadAttention
 from triton_relattn.testing import make_inputs
 
 zeros, lengths, Positions = torch.zeros, torch.tensor, RelativePositions
@@ -70,3 +71,23 @@ def four(*lengths: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor
     num_queries, num_keys = lengths or (10, 10)
     inputs = make_inputs(2, 2, num_queries, num_keys, 8, num_rows=9, dtype=dtype, seed=0)
     return [tensor.requires_grad_() for tensor in inputs[:4] if tensor is not None]
+
+
+WIDTH, HEADS, LENGTH = 24, 4, 11
+KINDS: dict[str, Any] = {
+    "none": lambda **o: RelativeMultiheadAttention(WIDTH, HEADS, encoding=None, **o),
+    "shaw": lambda **o: RelativeMultiheadAttention.shaw(WIDTH, HEADS, 4, **o),
+    "shaw_keys": lambda **o: RelativeMultiheadAttention.shaw(WIDTH, HEADS, 4, values=False, per_head=True, **o),
+    "music_transformer": lambda **o: RelativeMultiheadAttention.music_transformer(WIDTH, HEADS, LENGTH, **o),
+    "general": lambda **o: RelativeMultiheadAttention.general(WIDTH, HEADS, LENGTH, **o),
+    "transformer_xl": lambda **o: RelativeMultiheadAttention.transformer_xl(WIDTH, HEADS, **o),
+    "t5": lambda **o: RelativeMultiheadAttention.t5(WIDTH, HEADS, 8, 20, **o),
+    "alibi": lambda **o: RelativeMultiheadAttention.alibi(WIDTH, HEADS, learned=True, **o),
+    "fixed_alibi": lambda **o: RelativeMultiheadAttention.alibi(WIDTH, HEADS, **o),
+}
+
+
+def module(kind: str, **options: Any) -> RelativeMultiheadAttention:
+    torch.manual_seed(0)
+    made: RelativeMultiheadAttention = KINDS[kind](**{"batch_first": True, "dtype": torch.float64, **options})
+    return made

@@ -1,29 +1,34 @@
 """What the linear-memory path in plain torch promises beyond what every implementation does: memory, threads, how it rounds on
-any processor and at any scale of the logits, and that it does not matter how a call is cut."""
+any processor and at any scale of the logits, which library multiplies, and that it does not matter how a call is cut."""
 
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.check import attend, compute_results, worst_reference
+from tests.check import Way, attend, check, compute_results, run, worst_reference
 from tests.conftest import cut_blocks, take_processor
-from tests.expected import assert_table_gradient, exact_results
-from tests.samples import with_different_strides
+from tests.expected import INPUTS, assert_table_gradient, exact_results
+from tests.expected import TABLES as ALL_TABLES
+from tests.samples import Sample, with_different_strides
 from tests.tolerance import assert_at_most, assert_gradients_close_fp32, assert_same
 from triton_relattn import RelativePositions
+from triton_relattn._blockwise import products
 from triton_relattn.testing import Inputs, assert_within_budget, error_budget, last_place, make_inputs
 
 TABLES: dict[str, Any] = {"rel_value": True, "rel_bias": True, "rel_p2c": True}
 BIAS: dict[str, Any] = {"rel_key": False, "rel_bias": True}
+BLOCKWISE: dict[str, Any] = {"implementation": "blockwise"}
 PROCESSORS: dict[str, tuple[str, ...]] = {
     # torch's flags
     "plain": (),
@@ -109,27 +114,6 @@ def test_memory_is_given_back_at_once(table: bool, monkeypatch: pytest.MonkeyPat
         gc.enable()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_threads(dtype: torch.dtype) -> None:
-    """For any number of threads results repeat bit for bit, also with torch's deterministic algorithms; in float64 they agree
-    across thread counts up to rounding."""
-    inputs = make_inputs(2, 4, 90, 110, 16, num_rows=41, **TABLES, dtype=dtype, seed=6)
-    expected = exact_results(inputs, is_causal=True, query_offset=9)
-    for threads in (1, 3):
-        torch.set_num_threads(threads)
-        try:
-            first = compute_results("blockwise", inputs, is_causal=True, query_offset=9)
-            torch.use_deterministic_algorithms(True)
-            second = compute_results("blockwise", inputs, is_causal=True, query_offset=9)
-        finally:
-            torch.use_deterministic_algorithms(False)
-            torch.set_num_threads(1)
-        for name, result in first.items():
-            assert torch.equal(result, second[name]), name
-            if dtype == torch.float64:
-                assert_same(name, result, expected[name])
-
-
 # Results do not depend on the blocks.
 
 SIZES: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
@@ -163,37 +147,31 @@ def test_sizes(case: str) -> None:
         assert_same(name, result, expected[name])
 
 
+CUT = Sample(batch=3, key_heads=2, group=2, num_queries=47, num_keys=53, width=8, value_width=8, dtype="float64")
+CUT = replace(CUT, tables=ALL_TABLES, positions=(-16, 16, "clamp"), window_size=(30, 20), key_lengths=(53, 31, 0))
+
+
 @pytest.mark.parametrize("cut", [(16, 1, 4), (5, 1, 1), (47, 1, 9), (16, 1 << 10, 16), (128, 1 << 12, 20), (64, 1, 64)], ids=str)
 def test_results_do_not_depend_on_how_a_call_is_cut(cut: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also out and gradients of a call that does not ask for lse, bit for bit; the third sequence sees no keys."""
     cut_blocks(monkeypatch, *cut)
-    inputs = make_inputs(3, 4, 47, 53, 8, num_rows=33, key_heads=2, **TABLES, dtype=torch.float64, seed=4)
-    masks: dict[str, Any] = {"window_size": (30, 20), "key_lengths": torch.tensor([53, 31, 0]), "enable_gqa": True}
-    for arguments in (masks, {**masks, "is_causal": True, "query_offset": 6}):
-        results, expected = compute_results("blockwise", inputs, **arguments), exact_results(inputs, **arguments)
-        for name, result in results.items():
-            assert_same(name, result, expected[name])
-    silent = inputs._replace(d_lse=torch.zeros_like(inputs.d_lse))
-    results = compute_results("blockwise", silent, **masks)
-    leaves = [tensor.detach().requires_grad_() for tensor in inputs[:4] if tensor is not None]
-    out = attend(*leaves, **inputs.terms(), **masks, return_lse=False)
-    assert torch.equal(out, results["out"])
-    for name, gradient in zip(("query", "key", "value", "rel_key"), torch.autograd.grad(out, leaves, inputs.d_out), strict=True):
-        assert torch.equal(gradient, results[f"d_{name}"]), name
+    for sample in (replace(CUT, cotangents="out"), replace(CUT, is_causal=True, query_offset=6)):
+        check(sample, Way("blockwise"))
+    with_lse, without = (
+        run(replace(CUT, cotangents="out", return_lse=lse), CUT.call() | BLOCKWISE | {"return_lse": lse}) for lse in (True, False)
+    )
+    assert all(torch.equal(result, with_lse[name]) for name, result in without.items())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("elements", [1 << 11, 1 << 12, 1 << 20], ids=["one", "two", "all"])
 def test_whole_sequences_at_a_time(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five sequences with a mask each, for tensors in any memory order."""
     cut_blocks(monkeypatch, 16, elements, 1 << 20, short=20)
-    inputs = make_inputs(5, 4, 20, 23, 8, num_rows=29, key_heads=2, rel_width=6, rel_bias=True, dtype=torch.float64, seed=7)
-    mask = torch.rand(5, 1, 20, 23, generator=torch.Generator().manual_seed(7)) > 0.4
-    for attn_mask in (mask, torch.where(mask, 0.5, -math.inf).double()):
-        arguments: dict[str, Any] = {"attn_mask": attn_mask, "is_causal": True, "query_offset": 3, "enable_gqa": True}
-        expected = exact_results(inputs, **arguments)
-        for given in (inputs, with_different_strides(inputs)):
-            for name, result in compute_results("blockwise", given, **arguments).items():
-                assert_same(name, result, expected[name])
+    tables: dict[str, Any] = {"tables": ("rel_key", "rel_bias"), "rel_width": 6, "positions": (-14, 14, "clamp")}
+    sample = replace(CUT, **tables, batch=5, num_queries=20, num_keys=23, key_lengths=None, window_size=(-1, -1))
+    for mask, strided in itertools.product(("bool", "float64"), ((), INPUTS)):
+        masked = replace(sample, mask=mask, mask_shape=(5, 1, 20, 23), is_causal=True, query_offset=3, strided=strided)
+        check(masked, Way("blockwise"))
 
 
 # Rounding, by the error rule, on any processor.
@@ -383,3 +361,129 @@ def test_error_rule_at_any_scale(case: str, deviation: float, monkeypatch: pytes
         least = (factor + 2) * last_place(float(golden[name][finite].abs().max()), torch.float32)
         budget = max(error_budget(golden[name], reference[name], torch.float32, factor=factor), least)
         assert_at_most(name, (result.double() - golden[name])[finite].abs(), budget)
+
+
+# The library that multiplies float32 matrices.
+
+VARIABLE = "TRITON_RELATTN_CPU_PRODUCT"
+on_onednn = pytest.mark.skipif(not products.has_linear(), reason="this build of torch lacks oneDNN, or its linear")
+
+
+@pytest.mark.parametrize("choice", ["torch", pytest.param("onednn", marks=on_onednn)])
+def test_the_variable_chooses(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment variable that users are asked to report shows the choice; any other is refused."""
+    monkeypatch.setenv(VARIABLE, choice)
+    process = subprocess.run([sys.executable, "-m", "triton_relattn"], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    assert f"float32 products: {choice}" in " ".join(process.stdout.split()), process.stdout
+    monkeypatch.setenv(VARIABLE, "mkl")
+    with pytest.raises(ValueError, match=f'{VARIABLE} must be "onednn" or "torch", got \'mkl\''):
+        products.chooses_onednn.__wrapped__()
+
+
+def test_without_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oneDNN operator is private: if torch lacks it, torch.mm is used, and setting the variable raises an error."""
+
+    def absent(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute '_linear_pointwise'")
+
+    monkeypatch.setattr(products, "linear", absent)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert not products.chooses_onednn.__wrapped__()
+    monkeypatch.setenv(VARIABLE, "onednn")
+    with pytest.raises(NotImplementedError, match="has no oneDNN"):
+        products.chooses_onednn.__wrapped__()
+
+
+@on_onednn
+def test_the_probe_asks_for_speed_and_for_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The probe also works if the default dtype is float64 or the default device is another one."""
+    monkeypatch.setattr(products, "FASTER", 1e9)
+    assert not products.is_faster()
+    monkeypatch.setattr(products, "FASTER", 0.0)
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    try:
+        assert products.has_linear() and products.is_faster()
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    monkeypatch.setattr(products, "linear", lambda left, right: (left.bfloat16() @ right.t().bfloat16()).float())
+    assert not products.is_faster()
+
+
+def test_only_long_float32_calls_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The probe takes milliseconds, and oneDNN does not support float64, so only long float32 calls run it."""
+    asked = 0
+
+    def choice() -> bool:
+        nonlocal asked
+        asked += 1
+        return False
+
+    monkeypatch.setattr(products, "chooses_onednn", choice)
+    for length, dtype in ((64, torch.float32), (1100, torch.float64), (1100, torch.float32)):
+        assert asked == 0
+        compute_results("blockwise", make_inputs(1, 1, length, length, 4, num_rows=9, dtype=dtype, seed=0))
+    assert asked > 0
+
+
+MULTIPLIED: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
+    "full": ((1, 2, 130, 130, 64), {"num_rows": 259}, {}),
+    "clipped": ((2, 4, 97, 65, 32), {"num_rows": 31, "rel_value": True, "rel_bias": True, "key_heads": 2}, {"enable_gqa": True}),
+    "window": ((1, 2, 200, 150, 16), {"num_rows": 41, "rel_p2c": True}, {"window_size": (40, 3), "query_offset": -30}),
+    "lengths": ((3, 2, 70, 90, 24), {"num_rows": 159}, {"key_lengths": torch.tensor([90, 33, 1]), "query_offset": 20}),
+}
+
+
+@on_onednn
+@pytest.mark.parametrize("step", [8, 64])
+@pytest.mark.parametrize("case", MULTIPLIED)
+def test_onednn(case: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN obeys the error rule and repeats bit for bit. Its weights are dense: with gaps between rows, as in a part of a
+    band, it takes 200 ms instead of 0.1."""
+    cut_blocks(monkeypatch, 64, 1, 1, step)
+    are_dense, product = [], torch.ops.mkldnn._linear_pointwise
+
+    def recorded(left: torch.Tensor, right: torch.Tensor, *others: Any) -> Any:
+        are_dense.append(right.is_contiguous() or right.t().is_contiguous())
+        return product(left, right, *others)
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", recorded)
+    sizes, tables, arguments = MULTIPLIED[case]
+    inputs = make_inputs(*sizes, **tables, dtype=torch.float32, seed=5)
+    golden, reference = worst_reference(inputs, **arguments)
+    results, again = (compute_results("blockwise", inputs, **arguments) for _ in range(2))
+    for name, result in results.items():
+        assert_within_budget(name, result, golden[name], reference[name], factor=3 if name.startswith("d_") else 2)
+        assert torch.equal(result, again[name]), name
+    assert are_dense and all(are_dense)
+
+
+@on_onednn
+def test_nan_beside_rows_of_no_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows added to reach oneDNN's sizes see no key, and a key that a mask hides from all queries may hold NaN."""
+    cut_blocks(monkeypatch, 64, 1, 1, 64)
+    inputs = make_inputs(1, 1, 70, 70, 16, num_rows=139, dtype=torch.float32, seed=6)
+    key, mask = inputs.key.clone(), torch.arange(70) != 9
+    key[:, :, 9] = math.nan
+    results, expected = (
+        compute_results("blockwise", inputs._replace(key=keys), attn_mask=mask) for keys in (key, key.nan_to_num())
+    )
+    assert results["d_value"].isfinite().all() and torch.equal(results["d_value"], expected["d_value"])
+
+
+@on_onednn
+def test_sizes_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN prepares and caches every new size, so 60 lengths must use few sizes."""
+    cut_blocks(monkeypatch, 128, 1, 1, 64)
+    sizes, linear = set(), products.linear
+
+    def recorded(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        sizes.add((*left.shape, *right.shape))
+        return linear(left, right)
+
+    monkeypatch.setattr(products, "linear", recorded)
+    for length in range(401, 461):
+        compute_results("blockwise", make_inputs(1, 1, length, length, 16, num_rows=2 * length - 1, dtype=torch.float32, seed=0))
+    assert 0 < len(sizes) < 60, sorted(sizes)  # fewer than one per length, over all products

@@ -150,6 +150,8 @@ NOT_FOR_KERNELS = {
 
 def test_parts_of_the_package_are_attributes() -> None:
     """They are imported when they are asked for; what there is not raises Python's usual error."""
+    assert all(getattr(triton_relattn, name) is not None for name in triton_relattn.__all__)
+    assert triton_relattn.__version__.count(".") == 2
     asked = "triton_relattn.distributed, triton_relattn.nn, triton_relattn.plots, triton_relattn.testing"
     (names,) = run(f"import triton_relattn\nprint(*(module.__name__ for module in ({asked})))")
     assert names == asked.replace(",", "")
@@ -159,27 +161,19 @@ def test_parts_of_the_package_are_attributes() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("compiled", [False, True], ids=["not_compiled", "compiled"])
-@pytest.mark.parametrize("what", NOT_FOR_KERNELS)
-def test_a_gpu_that_gets_blockwise_is_told_why(what: str, compiled: bool) -> None:
-    """The warning comes once, also when torch.compile traces the call, and not if blockwise was requested."""
-    options, reason = NOT_FOR_KERNELS[what]
-    program = f"{ON_A_GPU}\n{what if 'modules' in what else ''}\n"
-    for implementation in ("'blockwise'", None, None):
-        program += f"call({f'{options}, ' if options else ''}implementation={implementation}, compiled={compiled})\n"
+@pytest.mark.parametrize("what", [*NOT_FOR_KERNELS, "nothing"])
+def test_a_gpu_is_told_once_what_computes(what: str, compiled: bool) -> None:
+    """Why it gets blockwise, or that its kernels are unchecked: once, also when torch.compile traces, and not if that was
+    requested. Kernels work without numpy, which only Triton's interpreter requires."""
+    options, reason = NOT_FOR_KERNELS.get(what, ("", UNCHECKED))
+    program = f"import sys\nsys.modules['numpy'] = None\n{ON_A_GPU}\n{what if 'modules' in what else ''}\n"
+    for choice in ("triton" if what == "nothing" else "blockwise", None, None):
+        program += f"call({options and f'{options}, '}implementation={choice!r}, compiled={compiled})\n"
     asked, warning, *others = run(program)
-    assert asked == "--" and others == ["--", "--"]
-    assert warning.startswith("RuntimeWarning a call on a GPU is computed by ") and reason in warning
-    assert 'implementation="blockwise" asks for that without this warning' in warning
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("compiled", [False, True], ids=["not_compiled", "compiled"])
-def test_a_gpu_gets_the_kernels(compiled: bool) -> None:
-    """Works without numpy, which only Triton's interpreter requires. Unchecked kernels warn once by default, and not if
-    requested."""
-    calls = "".join(f"call(implementation={choice}, compiled={compiled})\n" for choice in ("'triton'", None, None))
-    asked, warning, *others = run(f"import sys\nsys.modules['numpy'] = None\n{ON_A_GPU}\n{calls}")
-    assert asked == "--" and others == ["--", "--"] and warning.startswith(UNCHECKED)
+    assert asked == "--" and others == ["--", "--"] and warning.startswith("RuntimeWarning") and reason in warning
+    if what != "nothing":
+        assert "a call on a GPU is computed by " in warning
+        assert 'implementation="blockwise" asks for that without this warning' in warning
 
 
 NEWEST = re.findall(r"^triton==(\d+)\.(\d+)", (ROOT / "constraints-newest.txt").read_text(), re.MULTILINE)[0]
@@ -221,11 +215,6 @@ def test_importing_and_using_brings_no_optional_package() -> None:
     added = run(program)[-1].split()
     assert not {name.partition(".")[0] for name in added} & {"triton", "matplotlib", "music21", "tqdm", "transformers"}
     assert "triton_relattn.functional" in added and "triton_relattn.kernels" not in added
-
-
-def test_public_names() -> None:
-    assert all(getattr(triton_relattn, name) is not None for name in triton_relattn.__all__)
-    assert triton_relattn.__version__.count(".") == 2
 
 
 FOREIGN_MODULES = {"encoder", "speechbrain", "transformers"}

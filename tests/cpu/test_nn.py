@@ -11,28 +11,10 @@ import torch
 from torch import nn
 
 from tests.conftest import forget_warnings
+from tests.cpu.small_call import HEADS, KINDS, LENGTH, WIDTH, module
 from tests.tolerance import assert_near, assert_same
 from triton_relattn import RelativePositions, fused_relative_attention, tables
 from triton_relattn.nn import RelativeAttention, RelativeMultiheadAttention, RelativePositionTable, encodings
-
-WIDTH, HEADS, LENGTH = 24, 3, 11
-KINDS: dict[str, Any] = {
-    "none": lambda **o: RelativeMultiheadAttention(WIDTH, HEADS, encoding=None, **o),
-    "shaw": lambda **o: RelativeMultiheadAttention.shaw(WIDTH, HEADS, 4, **o),
-    "shaw_keys": lambda **o: RelativeMultiheadAttention.shaw(WIDTH, HEADS, 4, values=False, per_head=True, **o),
-    "music_transformer": lambda **o: RelativeMultiheadAttention.music_transformer(WIDTH, HEADS, LENGTH, **o),
-    "general": lambda **o: RelativeMultiheadAttention.general(WIDTH, HEADS, LENGTH, **o),
-    "transformer_xl": lambda **o: RelativeMultiheadAttention.transformer_xl(WIDTH, HEADS, **o),
-    "t5": lambda **o: RelativeMultiheadAttention.t5(WIDTH, HEADS, 8, 20, **o),
-    "alibi": lambda **o: RelativeMultiheadAttention.alibi(WIDTH, HEADS, learned=True, **o),
-    "fixed_alibi": lambda **o: RelativeMultiheadAttention.alibi(WIDTH, HEADS, **o),
-}
-
-
-def module(kind: str, **options: Any) -> RelativeMultiheadAttention:
-    torch.manual_seed(0)
-    made: RelativeMultiheadAttention = KINDS[kind](**{"batch_first": True, "dtype": torch.float64, **options})
-    return made
 
 
 def inputs(batch: int = 2, length: int = LENGTH) -> torch.Tensor:
@@ -58,24 +40,16 @@ def test_state_after_construction(kind: str) -> None:
 
 def by_hand(attention: RelativeMultiheadAttention, kind: str, x: torch.Tensor, is_causal: bool, scale: float) -> torch.Tensor:
     """The output of self-attention from dense tensors, with all scores and vectors written out."""
-    batch, length, _ = x.shape
-    q, k, v = (
-        linear(x).view(batch, length, HEADS, -1).transpose(1, 2)
-        for linear in (attention.q_proj, attention.k_proj, attention.v_proj)
-    )
-    i, j = torch.arange(length)[:, None], torch.arange(length)[None]
-    r = j - i
-    state = dict(attention.attention.named_parameters())
-    logits = scale * q @ k.mT
-    extra: torch.Tensor | float = 0.0
-    if kind.startswith("shaw"):
-        row = r.clamp(-4, 4) + 4
-        key_table = state["encoding.rel_key.weight"].expand(HEADS, 9, -1)
-        logits = logits + scale * torch.einsum("bhid,hijd->bhij", q, key_table[:, row])
-    elif kind in ("music_transformer", "general"):
+    projections, state = (attention.q_proj, attention.k_proj, attention.v_proj), dict(attention.attention.named_parameters())
+    length = x.shape[1]
+    q, k, v = (project(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for project in projections)
+    r = torch.arange(length) - torch.arange(length)[:, None]
+    clipped, logits, extra = r.clamp(-4, 4) + 4, scale * q @ k.mT, torch.zeros(())
+    rows = {"shaw": clipped, "shaw_keys": clipped, "general": r + LENGTH - 1}
+    rows["music_transformer"] = rows["general"].clamp(max=LENGTH - 1)  # the future is hidden
+    if kind in rows:
         key_table = state["encoding.rel_key.weight"].expand(HEADS, -1, -1)
-        row = (r + LENGTH - 1).clamp(max=2 * LENGTH - 2 if kind == "general" else LENGTH - 1)  # else the future is hidden
-        logits = logits + scale * torch.einsum("bhid,hijd->bhij", q, key_table[:, row])
+        logits = logits + scale * torch.einsum("bhid,hijd->bhij", q, key_table[:, rows[kind]])
     elif kind == "transformer_xl":
         sinusoids = tables.sinusoids(1 - length, length - 1, WIDTH, dtype=torch.float64)
         vectors = (sinusoids @ state["encoding.linear_pos.weight"].T).view(2 * length - 1, HEADS, -1).transpose(0, 1)
@@ -90,7 +64,7 @@ def by_hand(attention: RelativeMultiheadAttention, kind: str, x: torch.Tensor, i
         logits = logits.masked_fill(r > 0, -torch.inf)
     probs = logits.softmax(-1)
     if kind == "shaw":
-        extra = torch.einsum("bhij,ijd->bhid", probs, state["encoding.rel_value.weight"][r.clamp(-4, 4) + 4])
+        extra = torch.einsum("bhij,ijd->bhid", probs, state["encoding.rel_value.weight"][clipped])
     return attention.out_proj((probs @ v + extra).transpose(1, 2).flatten(-2))
 
 
@@ -272,12 +246,38 @@ def zeros(*shape: int, dtype: torch.dtype = torch.bool) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-REFUSED: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
-    ({"need_weights": True}, NotImplementedError, "need_weights"),
-    *(({"key_padding_mask": zeros(*shape)}, ValueError, "padding_mask must have shape") for shape in ((3, 11), (2, 1), (11,))),
-    *(({"attn_mask": zeros(*shape)}, ValueError, "attn_mask must have shape") for shape in ((5, 11, 11), (1, 11), (11,))),
-    ({"key_padding_mask": zeros(2, LENGTH, dtype=torch.int64)}, TypeError, "bool or floating point"),
+def tables_of(*ends: int) -> list[RelativePositionTable]:
+    return [RelativePositionTable(RelativePositions(-end, end), 8) for end in ends]
+
+
+def attend_with(kind: str = "shaw", **changes: Any) -> Any:
+    return module(kind)(inputs(), inputs(), inputs(), **changes)
+
+
+REFUSED: tuple[tuple[Any, tuple[Any, ...], dict[str, Any], type[Exception], str], ...] = (
+    (attend_with, (), {"need_weights": True}, NotImplementedError, "need_weights"),
+    *((attend_with, (), {"key_padding_mask": zeros(*s)}, ValueError, "padding_mask must have") for s in ((3, 11), (2, 1), (11,))),
+    *(
+        (attend_with, (), {"attn_mask": zeros(*s)}, ValueError, "attn_mask must have shape")
+        for s in ((5, 11, 11), (1, 11), (11,))
+    ),
+    (attend_with, (), {"key_padding_mask": zeros(2, 11, dtype=torch.int64)}, TypeError, "bool or floating point"),
+    (attend_with, ("alibi",), {"query_offset": torch.tensor([0, 1])}, ValueError, "must be an int"),
+    (RelativeMultiheadAttention.shaw, (10, 4, 3), {}, ValueError, "divisible by num_heads"),
+    (RelativeMultiheadAttention, (12, 4), {"num_key_heads": 3}, ValueError, "divisible by num_key_heads"),
+    (RelativeMultiheadAttention, (12, 4), {"dropout": 1.5}, ValueError, "dropout must lie"),
+    (RelativeMultiheadAttention, (12, 4, 0.0, True, False, True), {}, NotImplementedError, "no position"),
+    (encodings.TableEncoding, (*tables_of(2, 3),), {}, ValueError, "same positions"),
+    (module("shaw").load_state_dict, ({"in_proj_weight": zeros(30, WIDTH)}, False), {}, ValueError, "in_proj_weight has 30 rows"),
+    (tables_of(4)[0].resized, (-1, 1, "other"), {}, ValueError, "mode must be"),
+    (tables_of(4)[0].resized, (-3, 0), {}, ValueError, "the same sides"),
 )
+
+
+def test_refuses() -> None:
+    for function, arguments, named, error, message in REFUSED:
+        with pytest.raises(error, match=message):
+            function(*arguments, **named)
 
 
 def test_no_positions_are_warned_of_once() -> None:
@@ -291,27 +291,6 @@ def test_no_positions_are_warned_of_once() -> None:
         forget_warnings()
         RelativeMultiheadAttention(WIDTH, HEADS, encoding=None)
         module("shaw")
-
-
-def test_refuses() -> None:
-    attention, x = module("shaw"), inputs()
-    for changes, error, message in REFUSED:
-        with pytest.raises(error, match=message):
-            attention(x, x, x, **changes)
-    with pytest.raises(ValueError, match="divisible by num_heads"):
-        RelativeMultiheadAttention.shaw(10, 4, 3)
-    with pytest.raises(ValueError, match="divisible by num_key_heads"):
-        RelativeMultiheadAttention(12, 4, num_key_heads=3)
-    with pytest.raises(ValueError, match="dropout must lie"):
-        RelativeMultiheadAttention(12, 4, dropout=1.5)
-    with pytest.raises(NotImplementedError, match="no position"):
-        RelativeMultiheadAttention(12, 4, 0.0, True, False, True)
-    with pytest.raises(ValueError, match="same positions"):
-        encodings.TableEncoding(*(RelativePositionTable(RelativePositions(-n, n), 8) for n in (2, 3)))
-    with pytest.raises(ValueError, match="must be an int"):
-        module("alibi")(x, x, x, query_offset=torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match="in_proj_weight has 30 rows"):
-        attention.load_state_dict({"in_proj_weight": torch.zeros(30, WIDTH)}, strict=False)
 
 
 def test_table_initialisation() -> None:
@@ -350,10 +329,6 @@ def test_resizing(width: int | None, num_heads: int | None) -> None:
     zero = RelativePositionTable(RelativePositions(-4, 2, "zero"), width, num_heads)
     nn.init.normal_(zero.weight)
     assert not at(zero.resized(-6, 3, "extend"), -5).any() and at(zero.resized(-6, 3, "extend"), 1).any()
-    with pytest.raises(ValueError, match="mode must be"):
-        table.resized(-1, 1, "other")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="the same sides"):
-        table.resized(-3, 0)
 
 
 def test_attention_without_projections() -> None:

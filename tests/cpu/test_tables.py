@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -20,26 +19,24 @@ def rows(positions: RelativePositions, relative_position: list[int] | torch.Tens
     return row.tolist(), applies.tolist()
 
 
-def test_clipped_lookup_of_ten_words_with_k_3() -> None:
-    """The example of Shaw et al.: words 0..9, clipped at 3; lookup rows worked out by hand."""
-    words = torch.arange(10)
-    lookup, applies = RelativePositions(-3, 3).rows(words[None, :] - words[:, None])
-    assert lookup[0].tolist() == [3, 4, 5, 6, 6, 6, 6, 6, 6, 6]
-    assert lookup[1].tolist() == [2, 3, 4, 5, 6, 6, 6, 6, 6, 6]
-    assert lookup[5].tolist() == [0, 0, 0, 1, 2, 3, 4, 5, 6, 6]
-    assert lookup[9].tolist() == [0, 0, 0, 0, 0, 0, 0, 1, 2, 3]
-    assert applies.all()
+ROWS: tuple[tuple[RelativePositions, list[int], list[int]], ...] = (
+    # Table, relative positions, their rows; Shaw et al.'s words 0, 1, 5 and 9 of ten, clipped at 3, worked out by hand.
+    (RelativePositions(-3, 3), list(range(10)), [3, 4, 5, 6, 6, 6, 6, 6, 6, 6]),
+    (RelativePositions(-3, 3), list(range(-1, 9)), [2, 3, 4, 5, 6, 6, 6, 6, 6, 6]),
+    (RelativePositions(-3, 3), list(range(-5, 5)), [0, 0, 0, 1, 2, 3, 4, 5, 6, 6]),
+    (RelativePositions(-3, 3), list(range(-9, 1)), [0, 0, 0, 0, 0, 0, 0, 1, 2, 3]),
+    (RelativePositions(-5, -3), list(range(-6, 2)), [0, 0, 1, 2, 2, 2, 2, 2]),
+    (RelativePositions(3, 4), list(range(-6, 2)), [0] * 8),
+    (RelativePositions(0, 0), list(range(-6, 2)), [0] * 8),
+    (RelativePositions(-2, 1), list(range(-6, 2)), [0] * 5 + [1, 2, 3]),
+)
 
 
-def test_rows_of_other_positions() -> None:
-    """Tables that do not include distance zero; "zero" limits where the term applies; positions with any strides."""
-    for first, last, expected in (
-        (-5, -3, [0, 0, 1, 2, 2, 2, 2, 2]),
-        (3, 4, [0] * 8),
-        (0, 0, [0] * 8),
-        (-2, 1, [0] * 5 + [1, 2, 3]),
-    ):
-        assert rows(RelativePositions(first, last), list(range(-6, 2))) == (expected, [True] * 8)
+def test_rows() -> None:
+    """Positions beyond a table's ends take the end rows, also of tables without distance zero; "zero" limits where the term
+    applies; positions may have any strides."""
+    for positions, relative, expected in ROWS:
+        assert rows(positions, relative) == (expected, [True] * len(relative))
     applies = [False, False, True, True, True, True, False]
     assert rows(RelativePositions(-1, 2, "zero"), list(range(-3, 4))) == ([0, 0, 0, 1, 2, 3, 3], applies)
     square = torch.arange(-8, 8).view(4, 4)
@@ -54,22 +51,6 @@ def test_positions() -> None:
     assert RelativePositions.centred(1, "zero") == RelativePositions(0, 0, "zero")
     positions = RelativePositions(torch.tensor(-2), np.int32(3))  # type: ignore[arg-type]
     assert type(positions.first) is type(positions.last) is int and positions == RelativePositions(-2, 3)
-    make: Any = RelativePositions
-    for arguments, error, message in (
-        *(((first, 3), TypeError, "first must be an int, got") for first in (False, 1.0, "1", torch.tensor(1.0))),
-        ((0, "2"), TypeError, "last .* got '2'"),
-        ((129,), TypeError, r"needs first and last.*got 129 alone; RelativePositions.centred\(num_rows\)"),
-        ((3, -3), ValueError, "first=3, last=-3"),
-        ((-3, 3, "wrap"), ValueError, "'wrap'"),
-    ):
-        with pytest.raises(error, match=message):
-            make(*arguments)
-    for wrong in ("129", 129.0):
-        with pytest.raises(TypeError, match="num_rows must be an int, got"):
-            make.centred(wrong)
-    for number in (0, 2, 512):
-        with pytest.raises(ValueError, match=rf"even number of rows \({number}\).*positions=RelativePositions\(first, last\)"):
-            RelativePositions.centred(number)
 
 
 def test_general_layout() -> None:
@@ -84,13 +65,10 @@ def test_general_layout() -> None:
 
 def test_future_first() -> None:
     """Rows are the last dimension but one, and the last dimension of a bias."""
-    assert tables.from_future_first(torch.tensor([[2.0, 5.0], [1.0, 4.0], [0.0, 3.0]]), dim=-2).tolist() == [
-        [0, 3],
-        [1, 4],
-        [2, 5],
-    ]
-    assert tables.from_future_first(torch.tensor([2, 1, 0]), dim=-1).tolist() == [0, 1, 2]
-    assert tables.from_future_first(torch.tensor([[2, 1, 0], [5, 4, 3]]), dim=-1).tolist() == [[0, 1, 2], [3, 4, 5]]
+    table = torch.tensor([[2, 1, 0], [5, 4, 3]])
+    assert tables.from_future_first(table.mT, dim=-2).tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert tables.from_future_first(table, dim=-1).tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert tables.from_future_first(table[0], dim=-1).tolist() == [0, 1, 2]
 
 
 def test_layouts_of_heads() -> None:
@@ -222,30 +200,47 @@ def test_fold_transformer_xl_in_half_precision() -> None:
         assert_near("bias", bias, expected)
 
 
-def test_fold_transformer_xl_refuses() -> None:
-    """The error shows the layout that was probably meant."""
-    query, good = torch.zeros(1, 2, 5, 4), torch.zeros(2, 4)
-    for shape, hint in (
-        ((9, 5), ""),
-        ((3, 9, 4), ""),
-        ((9, 8), "rel_key.unflatten(1, (2, -1)).transpose(0, 1) is (heads, R, width)"),
-        ((1, 9, 2, 4), "rel_key[0].transpose(0, 1) is (heads, R, width)"),
-        ((1, 2, 9, 4), "rel_key[0] is one, which the batch shares"),
-    ):
-        with pytest.raises(ValueError, match=r"rel_key must have shape \(R, 4\) or \(2, R, 4\).*" + re.escape(hint) + "$"):
-            tables.fold_transformer_xl(query, torch.zeros(shape), good, good)
-    for arguments, message in (
-        ((query, torch.zeros(9, 4), torch.zeros(1, 2, 1, 4), good), r"u must have shape .*; u.reshape\(2, 4\) has it"),
-        ((query, torch.zeros(9, 4), good, torch.zeros(4)), r"v must have shape \(heads, width\) = \(2, 4\), got \(4,\)"),
-        ((query, good, good, torch.zeros(9, 4)), "v must have shape .*; the order is query, rel_key, u, v"),
-        ((query[0, 0], torch.zeros(9, 4), good, good), "query must have shape"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            tables.fold_transformer_xl(*arguments)
+XL = torch.zeros(1, 2, 5, 4), torch.zeros(9, 4), torch.zeros(2, 4), torch.zeros(2, 4)
+"""query, rel_key, u, v"""
+
+
+def xl(**changes: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple((dict(zip(("query", "rel_key", "u", "v"), XL, strict=True)) | changes).values())
 
 
 R = torch.arange(-3, 4)
+KEY_SHAPE = r"rel_key must have shape \(R, 4\) or \(2, R, 4\).*"
 REFUSED: tuple[tuple[Callable[..., Any], tuple[Any, ...], type[Exception], str], ...] = (
+    *((RelativePositions, (first, 3), TypeError, "first must be an int, got") for first in (False, 1.0, "1", torch.tensor(1.0))),
+    (RelativePositions, (0, "2"), TypeError, "last .* got '2'"),
+    (RelativePositions, (129,), TypeError, r"needs first and last.*got 129 alone; RelativePositions.centred\(num_rows\)"),
+    (RelativePositions, (3, -3), ValueError, "first=3, last=-3"),
+    (RelativePositions, (-3, 3, "wrap"), ValueError, "'wrap'"),
+    *((RelativePositions.centred, (wrong,), TypeError, "num_rows must be an int, got") for wrong in ("129", 129.0)),
+    *((RelativePositions.centred, (n,), ValueError, rf"even number of rows \({n}\).*=RelativePositions\(f") for n in (0, 2, 512)),
+    *((tables.fold_transformer_xl, xl(rel_key=torch.zeros(s)), ValueError, f"{KEY_SHAPE}$") for s in ((9, 5), (3, 9, 4))),
+    (
+        tables.fold_transformer_xl,
+        xl(rel_key=torch.zeros(9, 8)),
+        ValueError,
+        rf"{KEY_SHAPE}rel_key.unflatten\(1, \(2, -1\)\).transp",
+    ),
+    (
+        tables.fold_transformer_xl,
+        xl(rel_key=torch.zeros(1, 9, 2, 4)),
+        ValueError,
+        rf"{KEY_SHAPE}rel_key\[0\].transpose\(0, 1\) is",
+    ),
+    (
+        tables.fold_transformer_xl,
+        xl(rel_key=torch.zeros(1, 2, 9, 4)),
+        ValueError,
+        rf"{KEY_SHAPE}rel_key\[0\] is one, which the batch",
+    ),
+    (tables.fold_transformer_xl, xl(u=torch.zeros(1, 2, 1, 4)), ValueError, r"u must have shape .*; u.reshape\(2, 4\) has it"),
+    (tables.fold_transformer_xl, xl(v=torch.zeros(4)), ValueError, r"v must have shape \(heads, width\) = \(2, 4\), got \(4,\)"),
+    (tables.fold_transformer_xl, (XL[0], XL[2], XL[2], XL[1]), ValueError, "v must have .*; the order is query, rel_key, u, v"),
+    (tables.fold_transformer_xl, xl(query=torch.zeros(5, 4)), ValueError, "query must have shape"),
     (tables.from_general_layout, (torch.zeros(3, 6),), ValueError, r"2T - 1, got shape \(3, 6\)"),
     (tables.from_general_layout, (torch.zeros(7),), ValueError, r"got \(7,\)"),
     (tables.from_future_first, (torch.zeros(7), -2), ValueError, r"dimension -2, .* got shape \(7,\)"),

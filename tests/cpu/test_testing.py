@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests.expected import assert_table_gradient, exact_results, table_gradient_budget
-from tests.samples import in_memory_order, with_different_strides
 from tests.tolerance import assert_same
 from triton_relattn import check
 from triton_relattn.testing import (
@@ -56,23 +55,6 @@ def test_shapes() -> None:
     assert shapes == {**positions, **tables, "d_out": (2, 4, 5, 6), "d_lse": (2, 4, 5)}
     shared = inputs_of(per_head=False).terms()
     assert [tuple(shared[name].shape) for name in ("rel_value", "rel_bias", "rel_p2c")] == [(9, 6), (9,), (9, 8)]
-
-
-def test_different_strides() -> None:
-    """The numbers are kept, all tensors have different memory layouts with NaN in the gaps; or the requested memory order is
-    used."""
-    for per_head in (False, True):
-        inputs = inputs_of(torch.bfloat16, per_head=per_head)
-        strided = with_different_strides(inputs)
-        for name, tensor in strided._asdict().items():
-            assert torch.equal(tensor, getattr(inputs, name)) and not tensor.is_contiguous() and tensor.storage_offset() > 0
-            assert torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).isnan().any()
-    five = (strided.query, strided.key, strided.value, strided.d_out, strided.terms()["rel_query"])
-    assert len({tuple(torch.tensor(operand.stride()).argsort(descending=True).tolist()) for operand in five}) == 5
-    tables = strided.rel_key, strided.terms()["rel_value"], strided.terms()["rel_p2c"]
-    assert len({tuple(torch.tensor(table.stride()).argsort().tolist()) for table in tables if table is not None}) > 1
-    view = in_memory_order(tensor := torch.arange(24.0).view(2, 3, 4), 2, 0, 1, step=3)
-    assert torch.equal(view, tensor) and view.stride() == (4 * 3, 3, 3 * 4 * 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

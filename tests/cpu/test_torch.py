@@ -1,10 +1,11 @@
-"""At home in torch: operators, derivatives, torch.func, autocast, checkpointing, FLOPs; see also test_compile and test_jagged."""
+"""At home in torch: operators, derivatives, torch.func, autocast, checkpointing, FLOPs, nested tensors, and bits that repeat."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,12 +20,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.check import attend, attend_varlen, public_function
-from tests.cpu.small_call import attend_out, four
+from tests.check import WAYS, Way, attend, attend_varlen, check, environment, public_function
+from tests.check import run as run_sample
+from tests.conftest import cut_blocks
+from tests.cpu.small_call import KINDS, LENGTH, WIDTH, attend_out, four, module
+from tests.draws import explore, samples
 from tests.expected import INPUTS, TABLES
 from tests.samples import Sample
-from tests.tolerance import assert_same
-from triton_relattn import decomposed_relative_attention
+from tests.tolerance import assert_near, assert_same
+from triton_relattn import RelativePositions, decomposed_relative_attention, merge_attention
 from triton_relattn.testing import Inputs, make_inputs
 
 FORWARD = torch.ops.triton_relattn.attention_forward.default
@@ -41,14 +45,9 @@ def make_leaves(inputs: Inputs) -> dict[str, Any]:
     return {name: tensor.detach().requires_grad_() for name, tensor in tensors.items() if tensor is not None}
 
 
-def gradients(loss: torch.Tensor, leaves: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    return torch.autograd.grad(loss, tuple(leaves))
-
-
 ALL_TERMS: Options = {"rel_width": 3, "rel_value": True, "rel_bias": True, "rel_p2c": True}
-BASE = Sample(
-    batch=2, key_heads=4, num_queries=9, num_keys=13, width=8, value_width=8, tables=TABLES[:1], positions=(-4, 4, "clamp")
-)
+SIZES: Options = {"batch": 2, "key_heads": 4, "num_queries": 9, "num_keys": 13, "width": 8, "value_width": 8}
+BASE = Sample(**SIZES, tables=TABLES[:1], positions=(-4, 4, "clamp"))
 ALL = replace(BASE, tables=TABLES, rel_width=3)
 CASES = {
     "odd": replace(BASE, num_queries=17, num_keys=23, dtype="float64", key_lengths=(23, 11), is_causal=True),
@@ -82,13 +81,8 @@ def get_call(name: str) -> tuple[Callable[..., Any], dict[str, torch.Tensor], tu
     if name.startswith("grid"):
         leaves = grid_leaves()
         return attend_grid, leaves, (torch.randn(2, 3, 13, 6),), GRID | {"dropout_p": 0.3 if name == "grid_dropout" else 0.0}
-    (inputs, options), function = CASES[name].inputs(), public_function(CASES[name])
-    return (
-        partial(function, return_lse=True, implementation="blockwise"),
-        make_leaves(inputs),
-        (inputs.d_out, inputs.d_lse),
-        options,
-    )
+    (inputs, options), function = CASES[name].inputs(), partial(public_function(CASES[name]), return_lse=True)
+    return partial(function, implementation="blockwise"), make_leaves(inputs), (inputs.d_out, inputs.d_lse), options
 
 
 class Recorded(TorchDispatchMode):
@@ -100,9 +94,7 @@ class Recorded(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function.namespace == "triton_relattn":
-            self.calls.append(
-                (function, tuple(argument.detach() if isinstance(argument, torch.Tensor) else argument for argument in args))
-            )
+            self.calls.append((function, tuple(arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args)))
         return function(*args, **(kwargs or {}))
 
 
@@ -127,11 +119,10 @@ def test_operators_are_well_registered(name: str, wanted: str) -> None:
     (forward, forward_arguments), (backward, backward_arguments) = recorded.calls
     assert [str(operator).rsplit("_")[-1] for operator in (forward, backward)] == ["forward.default", "backward.default"]
     torch.library.opcheck(forward, forward_arguments)
-    differentiable = [argument.name in (*INPUTS, "rel_h", "rel_w") for argument in forward._schema.arguments]
-    pairs = zip(forward_arguments, differentiable, strict=True)
-    torch.library.opcheck(
-        forward, tuple(value.requires_grad_() if isinstance(value, torch.Tensor) and has else value for value, has in pairs)
-    )
+    for argument, value in zip(forward._schema.arguments, forward_arguments, strict=True):
+        if isinstance(value, torch.Tensor) and argument.name in (*INPUTS, "rel_h", "rel_w"):
+            value.requires_grad_()
+    torch.library.opcheck(forward, forward_arguments)
     torch.library.opcheck(backward, backward_arguments)
 
 
@@ -144,15 +135,15 @@ def test_gradients_are_those_of_differences() -> None:
         (attend_grid, grid_leaves(torch.float64), {"grid": (4, 3)}),
     ):
         names, tensors = tuple(leaves), tuple(leaves.values())
-        check = partial(torch.autograd.gradcheck, fast_mode=True)
 
         def run(implementation: str, *tensors: torch.Tensor, call: Any = (function, names, options)) -> Any:
             function, names, options = call
             return function(**dict(zip(names, tensors, strict=True)), **options, implementation=implementation)
 
-        assert check(partial(run, "blockwise"), tensors)
-        assert check(partial(run, "reference"), tensors, check_forward_ad=True)
-        assert torch.autograd.gradgradcheck(partial(run, "reference"), tensors, fast_mode=True)
+        blockwise, reference = (partial(run, implementation) for implementation in ("blockwise", "reference"))
+        assert torch.autograd.gradcheck(blockwise, tensors, fast_mode=True)
+        assert torch.autograd.gradcheck(reference, tensors, fast_mode=True, check_forward_ad=True)
+        assert torch.autograd.gradgradcheck(reference, tensors, fast_mode=True)
 
 
 @pytest.mark.parametrize("name", ["odd", "grid"])
@@ -214,18 +205,18 @@ TRANSFORMED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)])
+COMPILED = [("grid", None), ("sequence", None), ("sequence", "aot_eager")]
+
+
+@pytest.mark.parametrize(("kind", "backend"), [*COMPILED, pytest.param("sequence", "inductor", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", TRANSFORMED)
-@pytest.mark.parametrize("kind", LOSSES)
-def test_torch_func(kind: str, name: str, backend: str | None) -> None:
+def test_torch_func(name: str, kind: str, backend: str | None) -> None:
     """Uncompiled and in one graph; an outer transform is applied through an inner one."""
     loss, table = LOSSES[kind]
-    if kind == "grid" and backend is not None:
-        pytest.skip("what is compiled is the operator of a sequence")
     leaf = table.clone().requires_grad_()
     transformed = partial(TRANSFORMED[name], loss)
     run = transformed if backend is None else torch.compile(transformed, backend=backend, fullgraph=True)
-    assert_same(name, run(table), gradients(loss(leaf), [leaf])[0])
+    assert_same(name, run(table), torch.autograd.grad(loss(leaf), leaf)[0])
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["not_compiled", "compiled"])
@@ -254,14 +245,14 @@ def test_vmap(name: str) -> None:
     one_by_one = torch.stack([function(*tensors) for tensors in zip(*batches, strict=True)])
     assert_same(name, torch.func.vmap(function)(*batches), one_by_one)
     assert_same(name, torch.func.vmap(function, in_dims=1)(*(batch.transpose(0, 1) for batch in batches)), one_by_one)
+    with pytest.raises(ValueError, match="size 0"):
+        torch.func.vmap(function)(*(batch[:0] for batch in batches))
 
 
 def test_gradients_through_vmap() -> None:
     function, tables = VMAPPED["query and table"][0], MANY_TABLES.clone().requires_grad_()
     ways = torch.func.vmap(partial(function, QUERY))(tables), torch.stack([function(QUERY, table) for table in tables])
-    assert_same("table", *(gradients(out.square().sum(), [tables])[0] for out in ways))
-    with pytest.raises(ValueError, match="size 0"):
-        torch.func.vmap(VMAPPED["query"][0])(QUERY.expand(0, *QUERY.shape))
+    assert_same("table", *(torch.autograd.grad(out.square().sum(), tables)[0] for out in ways))
 
 
 @pytest.mark.parametrize("implementation", ["blockwise", "reference"])
@@ -299,27 +290,29 @@ def test_no_forward_mode_goes_unnoticed() -> None:
 
 # Autocast, checkpointing, FLOPs.
 
+PACKING: Options = {f"cu_seqlens_{which}": torch.tensor([0, 10]) for which in "qk"} | {"max_seqlen_q": 10, "max_seqlen_k": 10}
+
 
 @pytest.mark.parametrize("outside", [False, True], ids=["backward_within", "backward_outside"])
 def test_autocast_casts_as_for_sdpa(outside: bool) -> None:
-    """float32 tensors become bfloat16 and their gradients float32; float64 and a bias by distance in float32 stay as they are."""
-    tensors, bias, starts = four(dtype=torch.float32), torch.randn(9, requires_grad=True), torch.tensor([0, 10])
-    packing: Options = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 10, "max_seqlen_k": 10}
+    """float32 tensors become bfloat16 and their gradients float32; float64, a bias by distance in float32 and bool masks stay as
+    they are."""
+    tensors, bias, mask = four(dtype=torch.float32), torch.randn(9, requires_grad=True), torch.arange(10) < 7
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = attend_out(*tensors, rel_bias=bias)
+        out, masked = attend_out(*tensors, rel_bias=bias), attend_out(*tensors, rel_bias=bias, attn_mask=mask)
         packed: Any = [tensor[0].transpose(0, 1) for tensor in tensors[:3]]
-        packed_out = attend_varlen(*packed, tensors[3], rel_bias=bias, **packing, implementation=None)[0]
+        packed_out = attend_varlen(*packed, tensors[3], rel_bias=bias, **PACKING, implementation=None)[0]
         with torch.autocast("cpu", torch.bfloat16, enabled=not outside):
-            found = gradients(out.sum(), (*tensors, bias))
+            found = torch.autograd.grad(out.sum(), (*tensors, bias))
         half = [tensor.detach().half() for tensor in tensors]
         assert attend_out(*half, rel_bias=bias.half(), attn_mask=torch.zeros(10, dtype=torch.float16)).dtype == torch.bfloat16
         assert attend_out(*four()).dtype == torch.float64
-        on_grid = attend_grid(**grid_leaves(), **GRID)[0]
+        assert attend_grid(**grid_leaves(), **GRID)[0].dtype == torch.bfloat16
     low = [tensor.detach().bfloat16().requires_grad_() for tensor in tensors]
     expected = attend_out(*low, rel_bias=bias)
-    assert out.dtype == on_grid.dtype == torch.bfloat16
     assert torch.equal(out, expected) and torch.equal(packed_out.transpose(0, 1), expected[0])
-    for gradient, other in zip(found, gradients(expected.sum(), (*low, bias)), strict=True):
+    assert torch.equal(masked, attend_out(*low, rel_bias=bias, attn_mask=mask))
+    for gradient, other in zip(found, torch.autograd.grad(expected.sum(), (*low, bias)), strict=True):
         assert gradient.dtype == torch.float32 and torch.equal(gradient, other.float())
 
 
@@ -330,27 +323,25 @@ def test_autocast_casts_as_for_sdpa(outside: bool) -> None:
 def test_autocast_casts_every_table(name: str, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     """Whichever of a table and the other tensors is in float32, the call is that in bfloat16; a bias stays as it is."""
     torch.manual_seed(0)
-    tensors = {part: torch.randn(1, 2, 10, 16, dtype=dtypes[0]) for part in ("query", "key", "value")}
-    tables = {name: torch.randn(*(19, 16)[: 1 if name == "rel_bias" else 2], dtype=dtypes[1])}
-    if name == "rel_query":
-        tables = {"rel_query": torch.randn(1, 2, 10, 16, dtype=dtypes[1]), "rel_key": torch.randn(19, 16, dtype=dtypes[1])}
+    given = {part: torch.randn(1, 2, 10, 16, dtype=dtypes[0]) for part in ("query", "key", "value")}
+    for table in ("rel_query", "rel_key") if name == "rel_query" else (name,):
+        shape = {"rel_query": (1, 2, 10, 16), "rel_bias": (19,)}.get(table, (19, 16))
+        given[table] = torch.randn(shape, dtype=dtypes[1])
     with torch.autocast("cpu", torch.bfloat16):
-        found = attend_out(**tensors, **tables)
-    low = {part: tensor.bfloat16() for part, tensor in (tensors | tables).items() if part != "rel_bias"}
-    assert torch.equal(found, attend_out(**low, **({"rel_bias": tables["rel_bias"]} if name == "rel_bias" else {})))
+        found = attend_out(**given)
+    low = {part: tensor if part == "rel_bias" else tensor.bfloat16() for part, tensor in given.items()}
+    assert torch.equal(found, attend_out(**low))
 
 
 @pytest.mark.parametrize("implementation", ["blockwise", "reference"])
 def test_autocast_does_not_change_the_precision(implementation: str) -> None:
     """Inputs already in autocast's dtype give the same bits with and without autocast, forward and backward, for every term."""
-    inputs = make_inputs(1, 4, 9, 13, 8, 5, num_rows=7, key_heads=2, dtype=torch.bfloat16, seed=0, **ALL_TERMS)
-    results = []
+    sample, results = replace(ALL, key_heads=2, group=2, value_width=5, dtype="bfloat16", softcap=4.0), []
     for enabled in (False, True):
-        leaves = make_leaves(inputs)
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            pair = attend(**leaves, softcap=4.0, enable_gqa=True, implementation=implementation)
-            results.append((*pair, *torch.autograd.grad(pair, list(leaves.values()), (inputs.d_out, inputs.d_lse))))
-    assert all(map(torch.equal, *results))
+            results.append(run_sample(sample, {**sample.call(), "implementation": implementation}))
+    for name, result in results[0].items():
+        assert result is not None and torch.equal(result, results[1][name]), name  # type: ignore[arg-type]
 
 
 def save_attention(_context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
@@ -400,9 +391,8 @@ def test_flop_counter() -> None:
     assert flops(lambda: attend_out(query, key, value, rel_p2c=table).sum().backward()) == 7 * product + 4 * key_pairs
     wide, value_table, wider = torch.randn(2, 2, 14, 20).double(), torch.randn(9, 20).double(), product * 20 // 8
     assert flops(lambda: attend_out(query, key, wide, rel_value=value_table)) == product + wider + query_pairs * 20 // 8
-    packed, starts = torch.randn(12, 2, 8), torch.tensor([0, 4, 8, 12])
-    packing: Options = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 4, "max_seqlen_k": 4}
-    assert flops(lambda: attend_varlen(packed, packed, packed, **packing)) == 2 * 2 * 2 * 12 * 4 * 8
+    packed = torch.randn(10, 2, 8)
+    assert flops(lambda: attend_varlen(packed, packed, packed, **PACKING)) == 2 * 2 * 2 * 10 * 10 * 8
     on_grid, table_products = 2 * 2 * 3 * 13 * 13 * 6, 2 * 2 * 3 * 13 * (4 + 3) * 6
     assert flops(lambda: attend_grid(**grid_leaves(), **GRID)[0].sum().backward()) == 7 * on_grid + 4 * table_products
 
@@ -435,3 +425,195 @@ for mode in (torch.no_grad, torch.inference_mode):
     assert counter.get_total_flops() == 4 * 4 * 4 * 8, counter.get_total_flops()
 """
     subprocess.run([sys.executable, "-c", text], check=True)
+
+
+# Jagged nested tensors: each sequence as if it were alone, and errors instead of other sequences' rows.
+
+
+def jagged(width: int, seed: int, lengths: tuple[int, ...] = (5, 9, 1)) -> tuple[Any, list[torch.Tensor]]:
+    """A nested tensor (B, H, N, D), and its sequences (H, N, D), as leaves."""
+    generator = torch.Generator().manual_seed(seed)
+    parts = [torch.randn(length, 2, width, generator=generator, dtype=torch.float64).requires_grad_() for length in lengths]
+    return torch.nested.as_nested_tensor(parts, layout=torch.jagged).transpose(1, 2), parts
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_nested_sequences_are_computed_one_by_one(causal: bool) -> None:
+    """out, lse and all gradients equal those of separate calls."""
+    table = torch.randn(9, 8, dtype=torch.float64, requires_grad=True)
+    (query, queries), (key, keys), (value, values) = jagged(8, 1), jagged(8, 2), jagged(6, 3)
+    leaves, options = [*queries, *keys, *values, table], {"is_causal": causal, "positions": RelativePositions(-4, 4)}
+    out, lse = attend(query, key, value, table, implementation=None, **options)
+    assert out.is_nested and out.shape[0] == 3 and out.shape[3] == 6
+    loss = torch.cat([sequence.flatten() for sequence in out.transpose(1, 2).unbind()]).square().sum()
+    expected_loss = torch.zeros((), dtype=torch.float64)
+    for number, parts in enumerate(zip(queries, keys, values, strict=True)):
+        expected, expected_lse = attend(*(sequence.transpose(0, 1)[None] for sequence in parts), table, **options)
+        assert_near("out", out.transpose(1, 2).unbind()[number], expected[0].transpose(0, 1))
+        assert_near("lse", lse.transpose(1, 2).unbind()[number], expected_lse[0].T)
+        expected_loss = expected_loss + expected.square().sum()
+    for found, exact in zip(*(torch.autograd.grad(total, leaves) for total in (loss, expected_loss)), strict=True):
+        assert_near("gradient", found, exact)
+
+
+def test_nested_tensors_that_are_refused() -> None:
+    """Inputs that are not all nested, lengths that differ between tensors, and gaps between sequences, which would read other
+    rows."""
+    (query, _), (other, _), (same, _) = jagged(8, 1), jagged(8, 2, (9, 5, 1)), jagged(8, 3)
+    table, plain = torch.randn(9, 8, dtype=torch.float64), torch.randn(3, 2, 9, 8, dtype=torch.float64)
+    attend_out(query, query, same, table, rel_query=same)
+    cache, lengths = torch.randn(2, 6, 2, 8, dtype=torch.float64), torch.tensor([3, 6])
+    holes = torch.nested.narrow(cache, 1, torch.zeros(2, dtype=torch.int64), lengths, layout=torch.jagged)
+    wrong: list[tuple[Sequence[torch.Tensor], dict[str, Any], type[Exception], str]] = [
+        ((query, plain, query), {}, TypeError, "key must be jagged as query is"),
+        ((query.transpose(1, 2), query, query), {}, TypeError, "query must be jagged as query is"),
+        ((query, query, query), {"key_lengths": torch.tensor([1, 1, 1])}, TypeError, "no attn_mask and no key_lengths"),
+        ((query, query, other), {}, ValueError, r"value's sequences must be as long as key's, got \[9, 5, 1\] and \[5, 9, 1\]"),
+        ((query, query, query), {"rel_query": other}, ValueError, "rel_query's sequences must be as long as query's"),
+        ((holes.transpose(1, 2), query, query), {}, ValueError, "query has holes between its sequences"),
+    ]
+    for tensors, options, error, message in wrong:
+        with pytest.raises(error, match=message):
+            attend(*tensors, table, implementation=None, **options)
+
+
+# The same call twice gives the same bits, and nothing is refused where torch is asked for repeatable results.
+
+RAISES_ON_A_GPU = set(
+    "avg_pool3d_backward adaptive_avg_pool2d_backward bincount cummax cummin cumprod cumsum grid_sampler_2d_backward histc "
+    "kthvalue max_unpool2d median nanmedian nll_loss2d_forward put_ put replication_pad1d_backward upsample_bilinear2d_backward "
+    "mode upsample_linear1d_backward scatter_reduce _cdist_backward _ctc_loss_backward _embedding_bag "
+    "reflection_pad1d_backward".split()
+)
+"""Torch operators that torch.use_deterministic_algorithms(True) refuses on a GPU for some arguments."""
+ADDS_IN_ANY_ORDER = set(
+    "index_add index_add_ scatter_add scatter_add_ index_put index_put_ _index_put_impl_ embedding_dense_backward "
+    "gather_backward scatter_reduce_ index_reduce index_reduce_".split()
+)
+"""Torch operators whose order of additions on a GPU differs from run to run, unless determinism is requested."""
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """torch.use_deterministic_algorithms(True), which also fills what torch.empty makes with NaN."""
+    assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]  # torch's default
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def in_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+HIDDEN: Options = {"mask": "bool", "mask_shape": (2, 1, 70, 83), "key_lengths": (83, 60), "window_size": (40, 50)}
+EVERYTHING = replace(ALL, **HIDDEN, num_queries=70, num_keys=83, key_heads=2, group=2, per_head=TABLES, query_offset=(3, -2))
+EVERYTHING = replace(EVERYTHING, dropout_p=0.3, softcap=5.0)
+FULL_TABLES = replace(BASE, num_queries=150, num_keys=160, width=32, tables=TABLES, positions=(-149, 159, "clamp"))
+REPEATED = [replace(EVERYTHING, dtype=dtype) for dtype in ("float64", "float32", "bfloat16")]
+
+
+@pytest.mark.parametrize(
+    ("way", "threads"), [(way, count) for way in WAYS for count in ((1,) if way.small else (1, 2, 3))], ids=str
+)
+@pytest.mark.parametrize("sample", [*REPEATED, FULL_TABLES], ids=["float64", "float32", "bfloat16", "full_tables"])
+def test_results_repeat(way: Way, sample: Sample, threads: int) -> None:
+    """All features at once, for each number of threads, also with deterministic algorithms only, which fill new memory with NaN.
+    (Different numbers may differ: blockwise then takes larger blocks, whose sums round differently.)"""
+    results = []
+    for context in (nullcontext, nullcontext, deterministic):
+        with in_threads(threads), environment(sample, way), context():
+            results.append(run_sample(sample, {**sample.call(), "implementation": way.implementation}))
+    for name, result in results[0].items():
+        assert result is not None and (result.count_nonzero() or name == "lse"), f"{name} is all zeros"
+        assert all(torch.equal(result, other[name]) for other in results), f"{name} differs"  # type: ignore[arg-type]
+    if sample.dtype == "float64":
+        with in_threads(threads):
+            check(sample, way)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_another_number_of_threads_in_the_backward(before: int, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward's blocks then differ, and see other keys, from those in which the forward kept probabilities."""
+    cut_blocks(monkeypatch, 16, 1 << 12, 1 << 20)
+    inputs = make_inputs(2, 2, 64, 64, 32, num_rows=127, dtype=torch.float64, seed=3)
+    leaves = [tensor.requires_grad_() for tensor in inputs[:4] if tensor is not None]
+    gradients = []
+    for threads in (before, after):
+        with in_threads(before):
+            out = attend_out(*leaves, window_size=(20, 5))
+        with in_threads(threads):
+            gradients.append(torch.autograd.grad(out, leaves, inputs.d_out))
+    for ours, expected in zip(*gradients, strict=True):
+        assert_near("ours", ours, expected)
+
+
+def module_results(kind: str) -> dict[str, torch.Tensor]:
+    """A module's output and the gradients of its parameters and input, with dropout, padding and a mask."""
+    layer, x = (
+        module(kind, dropout=0.2, dtype=torch.float32),
+        torch.arange(2.0 * LENGTH * WIDTH).view(2, LENGTH, WIDTH).sin().requires_grad_(),
+    )
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    out, _ = layer(x, x, x, key_lengths=torch.tensor([LENGTH, 6]), attn_mask=mask)
+    out.square().sum().backward()
+    grads = {name: value.grad for name, value in (("x", x), *layer.named_parameters()) if value.grad is not None}
+    return {"out": out.detach(), **grads}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_modules_repeat(kind: str) -> None:
+    results = [module_results(kind), module_results(kind)]
+    with deterministic():
+        results.append(module_results(kind))
+    for name, result in results[0].items():
+        assert result.any() and all(torch.equal(result, other[name]) for other in results), name
+
+
+def called(run: Callable[[], Any]) -> set[str]:
+    """The names of the torch operators that are called, including those inside the package's operators."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run()
+    return {event.name.removeprefix("aten::") for event in profile.events() if event.name.startswith("aten::")}
+
+
+def merged() -> None:
+    query, key, value, table = four(9, 20)
+    parts = [attend(query, key[:, :, at], value[:, :, at], table, query_offset=-at.start) for at in (slice(0, 11), slice(11, 20))]
+    out, lse = merge_attention(*parts[0], *parts[1])
+    (out.sum() + lse.sum()).backward()
+
+
+def test_no_operator_that_adds_in_any_order() -> None:
+    """No operator is used that is nondeterministic on a GPU or that torch refuses there for that reason."""
+    used = set[str]()
+
+    def take_part(sample: Sample, way: Way = WAYS[1]) -> None:
+        with environment(sample, way):
+            used.update(called(partial(run_sample, sample, {**sample.call(), "implementation": way.implementation})))
+
+    take_part(EVERYTHING, WAYS[0])
+    assert {"bmm", "baddbmm", "mm"} & used and len(used) > 20, used  # to see the operators inside
+    explore(samples(), take_part, range(12))
+    used |= called(merged)
+    for kind in KINDS.keys() - {"t5"}:
+        used |= called(partial(module_results, kind))
+    assert not used & (RAISES_ON_A_GPU | ADDS_IN_ANY_ORDER)
+
+
+def test_operators_with_a_repeatable_path_of_their_own() -> None:
+    """The gradient of a row that is taken many times is summed by index_put, which has a deterministic path on a GPU, as has the
+    reference's way to find the rows of pairs."""
+    t5 = called(partial(module_results, "t5"))
+    reference_operators = called(partial(run_sample, EVERYTHING, {**EVERYTHING.call(), "implementation": "reference"}))
+    assert t5 & ADDS_IN_ANY_ORDER <= {"index_put", "index_put_", "_index_put_impl_", "embedding_dense_backward"}
+    assert reference_operators & ADDS_IN_ANY_ORDER == {"gather_backward", "scatter_add", "scatter_add_"}
+    assert not (t5 | reference_operators) & RAISES_ON_A_GPU
