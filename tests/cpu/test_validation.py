@@ -101,6 +101,10 @@ WRONG_VALUES: dict[str, tuple[Changes, str]] = {
     ),
     "bias_as_table": ({"rel_key": zeros(3, 9)}, "a bias by distance, (R,) or (heads, R), is rel_bias"),
     "weight_of_t5": ({"rel_key": None, "rel_bias": zeros(32, 3)}, "got (32, 3) | rel_bias=weight[tables.t5_buckets("),
+    "weight_of_t5_per_head": (
+        {"rel_key": None, "rel_bias": zeros(3, 32)},
+        "positions must be given | a row per bucket, not per distance | rel_bias=weight[tables.t5_buckets(",
+    ),
     "slopes": (
         {"rel_key": None, "rel_bias": lengths([0.5, 0.25])[:, None].expand(2, 2).reshape(4), **qkv(2, 4, 7)},
         "positions must be given | an even number of rows (4) | tables.alibi_bias(slopes, first, last)",
@@ -467,6 +471,10 @@ MISTAKES: dict[str, tuple[Changes, str]] = {
     "rows_of_the_past": (
         {"positions": PAST_8},
         "from -8 to 0, but nothing hides | is_causal=True hides them, window_size=(-1, -1) says",
+    ),
+    "mask_of_a_tokenizer": (
+        {**SELF, "attn_mask": (torch.arange(7) < lengths([[7], [5]]))[:, None, None].float()},
+        "only 0 and 1 and is added to the logits | pass attn_mask.bool()",
     ),
     "mask_of_ones": ({"attn_mask": (~PADDING).float()}, "only 0 and 1 and is added to the logits | pass attn_mask.bool()"),
     "layout": ({**prompt(300, 2), "rel_key": zeros(9, 8)}, f"query has 300 heads, but 2 positions | {LAYOUT}"),

@@ -48,7 +48,7 @@ LONG = 53
 
 @pytest.mark.parametrize("name", NAMES)
 def test_outputs_and_gradients(name: str) -> None:
-    """In float64 with padding, of unchanged classes; no tensor has a number for each pair of positions."""
+    """In float64 with padding, of unchanged classes; no tensor is N x N."""
     model = build(name, torch.float64)
     given = arguments(name, model, [LONG, 22], LONG)
     before = [type(part) for part in model.modules()]
