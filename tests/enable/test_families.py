@@ -1,5 +1,5 @@
 """Every family of transformers, enabled, computes what the stock model does: at any length, with any mask and setting, trained,
-in 16 bits, compiled. No tensor has a number for each pair of positions. test_decoding has caches and generation."""
+in 16 bits, compiled. No tensor is N x N. test_decoding has caches and generation."""
 
 from __future__ import annotations
 
