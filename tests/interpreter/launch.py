@@ -44,7 +44,7 @@ def check_forward_backward(
     if dropout_p:
         torch.manual_seed(0)
         sizes = *inputs.query.shape[:3], inputs.key.shape[2]
-        dense["keep"] = dropout_mask(*sizes, dropout_p, inputs.query.device)
+        dense["keep"] = dropout_mask(*sizes, dropout_p, inputs.query.device)  # type: ignore[call-arg]
     golden, plain = exact_results(inputs, **dense), Way("reference").results(inputs, **arguments)
     assert results.keys() == golden.keys()
     gradients = [golden[name] for name in golden if name.startswith("d_")]
