@@ -146,7 +146,14 @@ BANDS: dict[str, dict[str, Any]] = {
     "table": {"key_heads": 2, "rel_width": 12, "query_offset": 60, "softcap": 3.0},
     "table of the past": {"more": "rel_value", "positions": (-19, -3, "clamp"), "query_offset": 20, "is_causal": True},
     "table of the future": {"more": "rel_value", "positions": (7, 9, "zero"), "query_offset": 3, "dropout_p": 0.2},
-    "table of p2c": {"num_keys": 200, "key_heads": 2, "more": "rel_p2c", "per_head": TABLES, "query_offset": -10},
+    "table of p2c": {
+        "num_queries": 131,
+        "num_keys": 260,
+        "key_heads": 2,
+        "more": "rel_p2c",
+        "per_head": TABLES,
+        "query_offset": -10,
+    },
     "packed table": {
         **{"sequences": ((9, 9), (70, 150), (5, 130)), "more": "rel_p2c", "positions": (-4, 6, "zero")},
         **{"query_offset": (0, 7, -2), "is_causal": True},
@@ -185,6 +192,7 @@ TABLE_ROWS: dict[str, tuple[int, int]] = {
     **{"exact": (-44, 57), "one row short": (-43, 57), "longer": (-70, 80), "shorter": (-20, 8), "one row": (0, 0)},
     **{"one row of the future": (17, 17), "two rows": (-1, 0), "causal rows": (-44, 0), "wholly past": (-500, -200)},
     **{"past": (-40, -16), "wholly future": (300, 333), "future": (16, 48), "near": (-3, 7), "one row of the past": (-20, -20)},
+    "two rows of the future": (5, 6),
 }
 
 
@@ -197,8 +205,8 @@ def test_tables(rows: str, outside: str) -> None:
     """
     number = list(TABLE_ROWS).index(rows)
     sample = Sample(num_queries=45, num_keys=58, key_heads=2, positions=(*TABLE_ROWS[rows], outside), blocks=number)
-    check(replace(sample, tables=("rel_key", "rel_value")), SMALL)
-    masks: dict[str, Any] = {"is_causal": number % 2 > 0, "query_offset": (20, -9, 17)[number % 3], "key_lengths": (49,)}
+    check(replace(sample, tables=("rel_key", "rel_value"), query_offset=(0, 17, -9)[number % 3]), SMALL)
+    masks: dict[str, Any] = {"is_causal": True, "query_offset": (20, -9, 17)[number % 3], "key_lengths": (49,)}
     tables = ("rel_key", "rel_bias" if number % 2 else "rel_p2c")
     check(replace(sample, blocks=number + 1, seed=1, tables=tables, per_head=TABLES, **masks), SMALL)
 

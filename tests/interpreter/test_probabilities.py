@@ -101,6 +101,16 @@ def test_large_logits(deviation: float, kind: str) -> None:
         assert_within_budget(name, result, golden[name], plain[name], factor=factor, exact_reference=True)
 
 
+def test_large_logits_that_are_exact_lose_no_digits() -> None:
+    """The maximum is subtracted before the scale is applied: only differences are rounded."""
+    inputs = make_inputs(1, 1, 33, 40, 16, num_rows=9, dtype=torch.float32, seed=3)
+    inputs = inputs._replace(**{name: getattr(inputs, name).round() for name in ("query", "key", "rel_key")})
+    inputs.query[..., 0], inputs.key[..., 0] = 512, 512
+    results, golden = all_results(inputs, SQUARE, scale=0.3), exact_results(inputs, scale=0.3)
+    for name in ("out", "d_value"):
+        assert_near(name, results[name], golden[name].float())
+
+
 @pytest.mark.parametrize("kind", ["full", "clamp"])
 def test_scores_that_do_not_repeat(kind: str) -> None:
     """If other tiles round large logits differently, so that they exceed the forward's maximum, P does not exceed 1."""

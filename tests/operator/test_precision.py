@@ -51,7 +51,9 @@ DTYPES = ["float16"] if INTERPRETED else ["float16", "bfloat16"]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("way", [way for way in WAYS if way.small], ids=str)
-def test_sums_are_rounded_once(way: Way, name: str, dtype: str) -> None:
+def test_sums_are_rounded_once(way: Way, name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if way.implementation == "triton":  # a single program for a table's sum
+        monkeypatch.setattr("triton_relattn.kernels.table_gradient.table_splits", lambda *_: 1)
     sample = replace(SUMS[name], dtype=dtype)
     call = {key: 1 + value.abs() / 8 if isinstance(value, torch.Tensor) else value for key, value in sample.call().items()}
     cotangent = 1 + sample.numbers(f"d_{sample.cotangents}", dtype=torch.float32).abs() / 8
