@@ -246,8 +246,12 @@ def zeros(*shape: int, dtype: torch.dtype = torch.bool) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-def tables_of(*ends: int) -> list[RelativePositionTable]:
-    return [RelativePositionTable(RelativePositions(-end, end), 8) for end in ends]
+def table(end: int) -> RelativePositionTable:
+    return RelativePositionTable(RelativePositions(-end, end), 8)
+
+
+def load(**state: torch.Tensor) -> None:
+    module("shaw").load_state_dict(state, strict=False)
 
 
 def attend_with(kind: str = "shaw", **changes: Any) -> Any:
@@ -272,13 +276,13 @@ REFUSED: tuple[tuple[Any, tuple[Any, ...], dict[str, Any], type[Exception], str]
         (12, 4),
         {"max_distance": 3},
         TypeError,
-        r"'max_distance'; RelativeMultiheadAttention.shaw has it",
+        "'max_distance'; RelativeMultiheadAttention.shaw has it",
     ),
     (RelativeMultiheadAttention, (12, 4), {"colour": 3}, TypeError, r"RelativeMultiheadAttention\(\) got .* 'colour'$"),
-    (encodings.TableEncoding, (*tables_of(2, 3),), {}, ValueError, "same positions"),
-    (module("shaw").load_state_dict, ({"in_proj_weight": zeros(30, WIDTH)}, False), {}, ValueError, "in_proj_weight has 30 rows"),
-    (tables_of(4)[0].resized, (-1, 1, "other"), {}, ValueError, "mode must be"),
-    (tables_of(4)[0].resized, (-3, 0), {}, ValueError, "the same sides"),
+    (lambda: encodings.TableEncoding(table(2), table(3)), (), {}, ValueError, "same positions"),
+    (load, (), {"in_proj_weight": zeros(30, WIDTH)}, ValueError, "in_proj_weight has 30 rows"),
+    (lambda: table(4).resized(-1, 1, "other"), (), {}, ValueError, "mode must be"),  # type: ignore[arg-type]
+    (lambda: table(4).resized(-3, 0), (), {}, ValueError, "the same sides"),
 )
 
 
