@@ -58,8 +58,9 @@ def printed() -> list[str]:
     """The commands on all pages, inline or on a line of their own, possibly followed by a description."""
     found = ["examples.demo"]
     for page in PAGES:
-        found += re.findall(rf"`{PROGRAM}(?:\n[^`\n]+)?)`", page.read_text())
-        lines = re.findall(rf"^ *{PROGRAM})$", page.read_text(), re.MULTILINE)
+        text = re.sub(r"\\\n\s*", "", page.read_text())  # a command may go on in the next line
+        found += re.findall(rf"`{PROGRAM}(?:\n[^`\n]+)?)`", text)
+        lines = re.findall(rf"^ *{PROGRAM})$", text, re.MULTILINE)
         found += [re.split(r"\s{2,}(?=[^\s-])", line)[0] for line in lines]
     return [" ".join(command.split()) for command in found]
 
