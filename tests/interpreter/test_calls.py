@@ -146,14 +146,7 @@ BANDS: dict[str, dict[str, Any]] = {
     "table": {"key_heads": 2, "rel_width": 12, "query_offset": 60, "softcap": 3.0},
     "table of the past": {"more": "rel_value", "positions": (-19, -3, "clamp"), "query_offset": 20, "is_causal": True},
     "table of the future": {"more": "rel_value", "positions": (7, 9, "zero"), "query_offset": 3, "dropout_p": 0.2},
-    "table of p2c": {
-        "num_queries": 131,
-        "num_keys": 260,
-        "key_heads": 2,
-        "more": "rel_p2c",
-        "per_head": TABLES,
-        "query_offset": -10,
-    },
+    "table of p2c": {"blocks": 2, "num_keys": 200, "key_heads": 2, "more": "rel_p2c", "per_head": TABLES, "query_offset": -10},
     "packed table": {
         **{"sequences": ((9, 9), (70, 150), (5, 130)), "more": "rel_p2c", "positions": (-4, 6, "zero")},
         **{"query_offset": (0, 7, -2), "is_causal": True},
@@ -182,7 +175,7 @@ def test_bands(name: str, is_wide: bool) -> None:
     if is_wide and fields["positions"][1] < 50:
         fields["positions"] = (*fields["positions"][:2], "clamp" if fields["positions"][2] == "zero" else "zero")
     workspace = 0 if number % 2 == is_wide else None
-    sample = Sample(**fields, seed=number, blocks=number, workspace=workspace)
+    sample = Sample(**{"blocks": number, **fields}, seed=number, workspace=workspace)
     check(sample, Guarded(small=not is_wide, tiles=WIDE if is_wide else None))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from triton_relattn._core import validation
 from triton_relattn._core.arguments import Arguments
 from triton_relattn._core.dtypes import keeps_residual
 from triton_relattn._core.spec import DIFFERENTIABLE
+from triton_relattn.kernels.config.tile_config import TileConfig
+from triton_relattn.kernels.forward import forward as forward_kernel
 from triton_relattn.testing import Inputs, make_inputs
 
 FORWARD = torch.ops.triton_relattn.attention_forward.default
@@ -80,6 +83,15 @@ def test_fakes_have_the_real_shapes_and_strides(case: str, wanted: tuple[bool, .
         assert operator is BACKWARD or (reals[3].numel() > 0) == (case == "keeps the residual")
         for fake, real in zip(fakes, reals, strict=True):
             assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+def test_tiles_that_do_not_suit_a_table_are_refused() -> None:
+    """The bands of a table need tiles as high as wide, or twice that."""
+    refusal = pytest.raises(ValueError, match=r"block_m must be block_n or twice that.*64 and 16")
+    for table, outcome in ((INPUTS.rel_key, refusal), (None, nullcontext())):
+        tensors, spec = validation.resolve(Arguments(*INPUTS[:3], table))
+        with outcome:
+            forward_kernel(tensors, spec, TileConfig(64, 16, 4, 1))
 
 
 def test_deterministic_algorithms() -> None:
