@@ -155,7 +155,7 @@ draws: setup ## search for calls that go wrong; SECONDS=300 SEED=0
 
 # Faults, each put into a copy of the repository: which test notices it? Known ones, or so many drawn at random. JOBS=2.
 mutants: setup ## faults put into copies: do the tests notice? ONLY=names GENERATE=40 JOBS=1
-	$(BIN)/python -m tests.mutants --jobs $(or $(JOBS),1) $(if $(ONLY),--only $(ONLY)) $(if $(GENERATE),--generate $(GENERATE))
+	$(BIN)/python -m tools.mutants --jobs $(or $(JOBS),1) $(if $(ONLY),--only $(ONLY)) $(if $(GENERATE),--generate $(GENERATE))
 
 # Correctness and speed on a GPU, with the torch and triton that $(PYTHON) has; PARTS=correctness,speed for some of it. Without make:
 # python3 -m bench.gpu --results DIR

@@ -1,4 +1,4 @@
-"""``python -m tests.upstream FOLDER``: which of transformers' common tests pass with stock models, and with enabled ones."""
+"""``python -m tools.upstream FOLDER``: which of transformers' common tests pass with stock models, and with enabled ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 WEIGHTS = re.compile(r"output_attentions|test_retain_grad_hidden_states_attentions|test_attention_outputs")
 """Names and messages of tests that need attention weights, which enabled models do not have."""
-PYTEST = "-m pytest -q -rA --tb=no -p no:cacheprovider -o python_files=cases.py -o addopts= tests/upstream/cases.py"
+PYTEST = "-m pytest -q -rA --tb=no -p no:cacheprovider -o python_files=cases.py -o addopts= tools/upstream/cases.py"
 
 
 def outcomes(folder: Path, enabled: bool, arguments: list[str]) -> dict[str, tuple[str, str]]:
@@ -27,7 +27,7 @@ def outcomes(folder: Path, enabled: bool, arguments: list[str]) -> dict[str, tup
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.upstream", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.upstream", description=__doc__)
     parser.add_argument("folder", type=Path, help="an unpacked source distribution or a checkout of transformers")
     parser.add_argument("-k", metavar="WORDS", default="", help="only tests that match, as pytest reads it")
     parser.add_argument("-n", metavar="N", type=int, default=0, help="processes, with pytest-xdist")

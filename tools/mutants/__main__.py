@@ -1,6 +1,6 @@
-"""``python -m tests.mutants``: which faults the tests notice.
+"""``python -m tools.mutants``: which faults the tests notice.
 
-faults.jsonl has the faults: some that people made or nearly made, and 60 of the 10,000 that tools.mutants.generate makes of the
+faults.jsonl has the faults: some that people made or nearly made, and 60 of the 10,000 that generate.py makes of the
 package, drawn with seed 61. caught.json has the test that noticed each, and the seconds it took. Each fault is put into a copy of
 the repository, in which that test runs first; if it passes, or is no longer there, the tests of the fault's area follow, for at
 most SECONDS of CPU time. Exit status 1 if a fault survives that was caught before.
@@ -21,9 +21,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from tools.mutants.fault import Change, Fault
-from tools.mutants.generate import faults as file_faults
-from tools.mutants.runner import CAUGHT, Outcome, Runner, source_files
+from .fault import Change, Fault
+from .generate import faults as file_faults
+from .runner import CAUGHT, Outcome, Runner, source_files
 
 HERE = Path(__file__).parent
 ROOT, PACKAGE = HERE.parents[1], "triton_relattn"
@@ -121,7 +121,7 @@ def attempts(runner: Runner, faults: Sequence[Fault], jobs: int) -> Iterator[Out
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.mutants", description=__doc__)
     parser.add_argument("--only", metavar="NAME,...", help="names of faults (default: all)")
     parser.add_argument("--list", action="store_true", help="names of all faults, and what each does wrong")
     parser.add_argument("--generate", metavar="N", type=int, help="number of generated faults to try instead of the known ones")

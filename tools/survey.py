@@ -1,4 +1,4 @@
-"""``python -m tests.survey transformers nemo torchaudio timm``: classes with relative attention in installed packages, and what
+"""``python -m tools.survey transformers nemo torchaudio timm``: classes with relative attention in installed packages, and what
 ``enable`` makes of them. To be run with each new version of a library.
 
 A class counts if its own code names one of MARKERS and computes attention. It is served by name, recognised by its attributes as
@@ -83,7 +83,7 @@ def standing(module: str, name: str, names: set[str]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.survey", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.survey", description=__doc__)
     parser.add_argument("packages", nargs="+", help="installed packages")
     new = 0
     for package in parser.parse_args(arguments).packages:

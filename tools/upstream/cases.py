@@ -1,6 +1,6 @@
 """The common tests for all families of models; if ENABLED is set, models are enabled before their first call.
 
-Only :mod:`tests.upstream` collects them, with the folder of transformers in UPSTREAM. The small models are those of
+Only :mod:`tools.upstream` collects them, with the folder of transformers in UPSTREAM. The small models are those of
 ``bench.families``, or whole models if these are only an encoder, a layer or an attention.
 """
 
