@@ -19,8 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.verbs.options import positive
@@ -29,7 +27,7 @@ from examples.music.tokens import VOICES
 from examples.music_transformer import MusicTransformer, Settings, token_losses
 from triton_relattn import RelativePositions, distributed, fused_relative_attention, tables
 from triton_relattn._core.sizes import Parser
-from triton_relattn.nn import parallel
+from triton_relattn.nn import RelativeAttention
 
 STEPS = 3
 EDGE = 4  # positions of each neighbour that Parakeet's convolution needs
@@ -68,14 +66,25 @@ def train(model: nn.Module, loss: Callable[[int], torch.Tensor]) -> tuple[list[f
     return losses, {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
+def attend_over_ranks(
+    attention: RelativeAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
+) -> torch.Tensor:
+    """Attend with the rank's queries over the keys of all ranks, in place of RelativeAttention.forward."""
+    query, terms = attention.encoding(query, key.shape[2])  # type: ignore[misc]  # its table does not depend on the call
+    out: torch.Tensor = distributed.fused_relative_attention(
+        query, key, value, **terms, **options, **attention.options, reduce_tables=False
+    )
+    return out
+
+
 def music(length: int, is_spread: bool) -> tuple[nn.Module, Callable[[int], torch.Tensor]]:
     """A Music Transformer, and its loss for the rank's part of the sequences or for whole ones."""
     settings = Settings(length=length, distances=32, batch=2, width=32, layers=2, dropout=0.0, chorales=4)
     torch.manual_seed(0)
     model, chorales = MusicTransformer(settings).double(), load(settings.chorales)
-    if is_spread:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        parallelize_module(model, mesh, {f"blocks.*.attention.{name}": style for name, style in parallel.context_plan().items()})
+    for attention in model.modules() if is_spread else ():
+        if isinstance(attention, RelativeAttention):
+            attention.forward = functools.partial(attend_over_ranks, attention)  # type: ignore[method-assign]
 
     def loss(step: int) -> torch.Tensor:
         inputs, targets = training_batch(chorales, length, settings.batch, True, 0, step)
@@ -118,8 +127,7 @@ def with_operator(layer: Any, length: int, is_spread: bool) -> None:
     heads = (-1, attention.head_dim)
     operator: Any = fused_relative_attention
     if is_spread:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        operator = functools.partial(distributed.fused_relative_attention, group=mesh, reduce_tables=False)
+        operator = functools.partial(distributed.fused_relative_attention, reduce_tables=False)
 
     def attend(hidden_states: torch.Tensor, position_embeddings: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)

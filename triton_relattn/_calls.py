@@ -19,7 +19,6 @@ from ._core.dropout import draw_dropout
 from ._core.dtypes import with_wide_tables
 from ._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from ._core.watchers import PLAIN, facts_of, is_watched
-from ._distributed.strategies import shards_positions
 from ._implementations import REFERENCE, Implementation, Results
 from ._operators import SEQUENCE, is_differentiated, relative_attention
 from .positions import RelativePositions
@@ -125,10 +124,6 @@ def _attend_watched(
     tensors = _with_dropout(tensors, spec)
     if type(tensors.query) is not torch.Tensor:
         tensors = with_wide_tables(tensors)
-        if shards_positions(tensors.query):
-            from ._distributed.dtensors import attend_dtensors
-
-            return attend_dtensors(tensors, spec, implementation)
     return relative_attention(tensors, spec, implementation, return_lse)
 
 

@@ -295,7 +295,17 @@ def add_to_flop_counters() -> None:
                     counter.flop_registry.setdefault(packet, flop_registry[packet])
 
 
-LATE_REGISTRATIONS: dict[str, Callable[[], None]] = {"torch.utils.flop_counter": register_flops}
+def register_sharding() -> None:
+    """Register sharding strategies with DTensor."""
+    from . import _sharding
+
+    _sharding.register()
+
+
+LATE_REGISTRATIONS: dict[str, Callable[[], None]] = {
+    "torch.utils.flop_counter": register_flops,
+    "torch.distributed.tensor": register_sharding,
+}
 """Registrations that are still to be done, by the module of torch that must have been imported before."""
 
 

@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from ._core import removed, validation
 from ._core.arguments import Arguments, Options, OptionsVarlen
 from ._core.dropout import draw_dropout
-from ._core.dtypes import with_wide_tables
 from ._core.names import require_names
 from ._core.spec import TABLES, AttentionSpec, AttentionTensors
-from ._distributed.attention import (
+from ._implementations import choose_implementation
+from ._ranks import (
     Layout,
     SummedGradients,
     attend,
@@ -32,8 +31,6 @@ from ._distributed.attention import (
     rank_layout,
     zigzag,
 )
-from ._distributed.dtensors import attend_dtensors
-from ._implementations import choose_implementation
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -65,9 +62,7 @@ def fused_relative_attention(
     ranks have whole.
 
     Args:
-        query: (B, Hq, the rank's queries, D). key: (B, Hk, the rank's keys, D). value, rel_query: likewise. Or DTensors whose
-            positions one mesh dimension shards, ``Shard(2)``, and others the batch, the heads or nothing: group, shard_sizes and
-            reduce_tables do not count then, and tables are DTensors, too.
+        query: (B, Hq, the rank's queries, D). key: (B, Hk, the rank's keys, D). value, rel_query: likewise.
         group: a process group or a DeviceMesh of one dimension; None: the default group.
         method: ``"gather"``: each rank gets the keys and values of all. ``"all_to_all"``: ranks exchange positions for heads,
             whose number they must divide, attend and exchange back: less is sent and kept, and each rank computes with whole
@@ -84,7 +79,7 @@ def fused_relative_attention(
         implementation: as there.
 
     Returns:
-        out (B, Hq, the rank's queries, Dv), with return_lse also lse (B, Hq, the rank's queries); DTensors if query is.
+        out (B, Hq, the rank's queries, Dv), with return_lse also lse (B, Hq, the rank's queries).
         The same as of one process but for rounding; repeatable. Dropout drops what one process drops if torch's generators of all
         ranks are in the same state.
 
@@ -130,7 +125,7 @@ def fused_relative_attention_varlen(
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: of the whole pack, on every rank. One tensor for both says that
             queries and keys are packed alike, so that a rank computes with no more keys than its sequences have.
 
-    The others are those of :func:`fused_relative_attention`, of this module, without DTensors.
+    The others are those of :func:`fused_relative_attention`, of this module.
 
     Returns:
         out (the rank's queries, Hq, Dv), with return_lse also lse (Hq, the rank's queries).
@@ -265,19 +260,18 @@ def _attend(
     if method not in METHODS:
         hint = f"; {removed.removed('it', removed.METHODS[method])}" if method in removed.METHODS else ""
         raise ValueError(f"method must be one of {METHODS}, got {method!r}{hint}")
+    if hasattr(arguments.query, "placements"):
+        raise TypeError(
+            "query is a DTensor; here each rank passes its own positions, query.to_local(), with the group mesh.get_group(), and "
+            "triton_relattn.fused_relative_attention takes DTensors that are sharded by batch or by heads"
+        )
     arguments = arguments.autocast()
-    is_dtensor = isinstance(arguments.query, DTensor)
-    if is_dtensor:
-        tensors, spec = validation.resolve(arguments)
-    else:
-        group, _, _ = _process_group(group)
-        queries, keys = (rank_layout(layout, sizes) for sizes in _rank_sizes(arguments, group, *shard_sizes))
-        tensors, spec = _resolve(arguments, queries, keys)
+    group, _, _ = _process_group(group)
+    queries, keys = (rank_layout(layout, sizes) for sizes in _rank_sizes(arguments, group, *shard_sizes))
+    tensors, spec = _resolve(arguments, queries, keys)
     chosen = choose_implementation(implementation, tensors.query, tensors.value, tensors.rel_query)
     if spec.dropout_p > 0:
         tensors = tensors._replace(**draw_dropout(tensors.query, tensors.num_sequences))
-    if is_dtensor:
-        return attend_dtensors(with_wide_tables(tensors), spec, chosen, method, layout, arguments.return_lse)
     tables = {name: getattr(tensors, name) for name in TABLES if getattr(tensors, name) is not None}
     tables = {name: table for name, table in tables.items() if table.requires_grad}
     if reduce_tables and tables and torch.is_grad_enabled():

@@ -4,11 +4,10 @@ RelativePositionTable         a learned table that knows the relative positions 
 encodings                     kinds of relative position: Shaw, Music Transformer, Transformer-XL, T5, ALiBi
 RelativeAttention             attention with one of these encodings
 RelativeMultiheadAttention    the same with projections, in place of torch.nn.MultiheadAttention
-parallel                      a plan for tensor parallelism
 """
 
-from . import encodings, parallel
+from . import encodings
 from .attention import RelativeAttention, RelativeMultiheadAttention
 from .table import RelativePositionTable
 
-__all__ = ["RelativeAttention", "RelativeMultiheadAttention", "RelativePositionTable", "encodings", "parallel"]
+__all__ = ["RelativeAttention", "RelativeMultiheadAttention", "RelativePositionTable", "encodings"]

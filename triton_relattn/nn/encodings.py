@@ -8,7 +8,6 @@ its own.
 
 from __future__ import annotations
 
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from torch import nn
 from .. import tables
 from .._core.dtypes import compute_dtype
 from ..positions import RelativePositions
-from .parallel import beside, local
 from .table import RelativePositionTable
 
 Terms = tuple[torch.Tensor, dict[str, Any]]  # the query to attend with, and further arguments of the operator
@@ -62,8 +60,6 @@ class TransformerXLEncoding(nn.Module):
     Source: Dai et al., "Transformer-XL", 2019; Gulati et al., "Conformer", 2020.
     """
 
-    head_dims = MappingProxyType({"pos_bias_u": 0, "pos_bias_v": 0, "linear_pos.weight": 0})
-
     def __init__(
         self,
         num_heads: int,
@@ -99,9 +95,8 @@ class TransformerXLEncoding(nn.Module):
             dtype=self.pos_bias_u.dtype,  # not of linear_pos, which may be wrapped or quantised: it is called and no more
             device=query.device,
         )
-        projected = local(self.linear_pos(beside(self.pos_bias_u, sinusoids)))
-        rel_key = projected.unflatten(-1, (-1, self.head_dim)).transpose(0, 1).to(query.dtype)
-        query, rel_bias = tables.fold_transformer_xl(query, rel_key, local(self.pos_bias_u), local(self.pos_bias_v), scale)
+        rel_key = self.linear_pos(sinusoids).unflatten(-1, (-1, self.head_dim)).transpose(0, 1).to(query.dtype)
+        query, rel_bias = tables.fold_transformer_xl(query, rel_key, self.pos_bias_u, self.pos_bias_v, scale)
         return query, {"rel_key": rel_key, "rel_bias": rel_bias, "positions": positions}
 
     def extra_repr(self) -> str:
@@ -114,8 +109,6 @@ class T5Encoding(nn.Module):
     ``weight`` is (num_buckets, num_heads), T5's ``relative_attention_bias.weight``. T5 itself does not scale q.k: ``scale=1.0``.
     Source: Raffel et al., "T5", 2019.
     """
-
-    head_dims = MappingProxyType({"weight": 1})
 
     def __init__(
         self,
@@ -142,7 +135,7 @@ class T5Encoding(nn.Module):
     ) -> Terms:
         distances = torch.arange(self.positions.first, self.positions.last + 1, device=query.device)
         buckets = tables.t5_buckets(distances, self.weight.shape[0], -self.positions.first, self.bidirectional)
-        rel_bias = local(self.weight)[buckets].T.to(compute_dtype(query.dtype))
+        rel_bias = self.weight[buckets].T.to(compute_dtype(query.dtype))
         return query, {"rel_bias": rel_bias, "positions": self.positions}
 
     def extra_repr(self) -> str:
@@ -159,9 +152,7 @@ class ALiBiEncoding(nn.Module):
         learned: make the slopes a parameter, ``slopes``. Keep it in float32 or more: 16 bits are too few for ``-slope * |r|``.
     """
 
-    heads: torch.Tensor
     slopes: nn.Parameter | None
-    head_dims = MappingProxyType({"slopes": 0, "heads": 0})
 
     def __init__(
         self,
@@ -173,8 +164,6 @@ class ALiBiEncoding(nn.Module):
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
-        # The buffer holds indices of heads, not slopes: slopes would become 16-bit with the rest of a model.
-        self.register_buffer("heads", torch.arange(num_heads, device=device), persistent=False)
         dtype = torch.promote_types(dtype or torch.float32, torch.float32)
         slopes = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype)) if learned else None
         self.register_parameter("slopes", slopes)
@@ -183,7 +172,6 @@ class ALiBiEncoding(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Set the slopes to those of ALiBi."""
-        self.heads.copy_(torch.arange(self.num_heads))
         if self.slopes is not None:
             self.slopes.copy_(tables.alibi_slopes(self.num_heads))
 
@@ -193,10 +181,9 @@ class ALiBiEncoding(nn.Module):
         positions = all_positions(query, num_keys, query_offset, is_causal)
         dtype = compute_dtype(query.dtype)
         if self.slopes is None:
-            slopes, heads = tables.alibi_slopes(self.num_heads, dtype=dtype, device=query.device), local(self.heads)
-            slopes = slopes if heads is self.heads else slopes[heads]
+            slopes = tables.alibi_slopes(self.num_heads, dtype=dtype, device=query.device)
         else:
-            slopes = local(self.slopes).to(dtype)
+            slopes = self.slopes.to(dtype)
         return query, {"rel_bias": tables.alibi_bias(slopes, positions.first, positions.last), "positions": positions}
 
     def extra_repr(self) -> str:

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from ..positions import RelativePositions
-from .parallel import local
 
 
 class RelativePositionTable(nn.Module):
@@ -61,13 +60,7 @@ class RelativePositionTable(nn.Module):
 
     def forward(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return the table, converted to dtype if it is given: parameters often have a higher precision than activations."""
-        weight = local(self.weight)
-        return weight if dtype is None else weight.to(dtype)
-
-    @property
-    def head_dims(self) -> dict[str, int]:
-        """The dimension of each parameter that counts heads, for tensor parallelism."""
-        return {"weight": 0} if self.num_heads else {}
+        return self.weight if dtype is None else self.weight.to(dtype)
 
     @torch.no_grad()
     def resized(self, first: int, last: int, mode: Literal["interpolate", "extend"] = "interpolate") -> RelativePositionTable:

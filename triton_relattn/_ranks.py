@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import all_reduce, all_to_all_single, wait_tensor
 
-from .._core.dropout import whole_origins
-from .._core.dtypes import compute_dtype
-from .._core.spec import TABLES, AttentionSpec, AttentionTensors, is_per_head
-from .._core.warn import untraced
-from .._implementations import Implementation
-from .._operators import NAMESPACE, OPERATORS, relative_attention
+from ._core.dropout import whole_origins
+from ._core.dtypes import compute_dtype
+from ._core.spec import TABLES, AttentionSpec, AttentionTensors, is_per_head
+from ._core.warn import untraced
+from ._implementations import Implementation
+from ._operators import NAMESPACE, OPERATORS, relative_attention
 
 Layout: TypeAlias = list[list[range]]  # the ranges of positions that each rank has, in the order in which it has them
 LAYOUTS = ("contiguous", "zigzag")

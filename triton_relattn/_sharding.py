@@ -1,7 +1,6 @@
 """The operators' sharding strategies for DTensors: by batch and by heads.
 
-An import of this module does not import torch.distributed, which takes a second: the strategies are registered once a program
-has DTensor.
+_operators.py registers them once a program has DTensor. Positions are not sharded: of such a tensor DTensor gathers them.
 """
 
 from __future__ import annotations
@@ -11,35 +10,23 @@ from typing import Any
 
 import torch
 
-from .._core.spec import TABLES, is_per_head
-from .._implementations import IMPLEMENTATIONS
-from .._operators import GRID, LATE_REGISTRATIONS, NUM_SAVED, SEQUENCE, AttentionOperator
+from ._core.spec import TABLES, is_per_head
+from ._implementations import IMPLEMENTATIONS
+from ._operators import GRID, NUM_SAVED, SEQUENCE, AttentionOperator
 
-BATCH, HEADS, POSITIONS = range(3)
-"""What a dimension of a tensor may count: that of query, key and value. POSITIONS: those of queries, or of keys."""
+BATCH, HEADS = range(2)
+"""The dimensions of query, key and value that may be sharded."""
 
 
 def shard_dim(name: str, tensor: torch.Tensor, kind: int) -> int | None:
-    """Return the dimension of a call's tensor that counts the batch, the heads or the positions; None: it has none to shard."""
-    if name in ("query", "key", "value", "rel_query"):
+    """Return the dimension of a call's tensor that counts the batch or the heads; None: it has none to shard."""
+    if name in ("query", "key", "value", "rel_query", "dropout_origins"):
         return kind
-    if name == "attn_mask":  # its positions are those of queries
+    if name == "attn_mask":
         return kind if tensor.shape[kind] > 1 else None
     if name in TABLES:
         return 0 if kind == HEADS and is_per_head(name, tensor) else None
-    if name == "dropout_origins":
-        return kind if kind in (BATCH, HEADS) else None
     return 0 if kind == BATCH and name in ("key_lengths", "query_offsets") else None
-
-
-def shards_positions(query: torch.Tensor) -> bool:
-    """Return whether query is a DTensor whose positions are sharded: no operator alone computes such a call."""
-    return any(getattr(placement, "dim", None) == POSITIONS for placement in getattr(query, "placements", ()))
-
-
-def divides_key_heads(heads: int, key_heads: int, size: int) -> bool:
-    """Return whether so many ranks that share the heads each have, as a DTensor is cut, the key heads of their query heads."""
-    return heads == key_heads or key_heads % size == 0
 
 
 def register() -> None:
@@ -54,7 +41,8 @@ def register() -> None:
     def kinds(tensors: Any) -> list[int | None]:
         """Return what may be sharded: nothing (None), BATCH, HEADS."""
         batch = [BATCH] if getattr(tensors, "cu_seqlens_q", None) is None else []
-        heads = divides_key_heads(tensors.query.shape[1], tensors.key.shape[1], tensors.query.mesh.size())
+        key_heads = tensors.key.shape[1]
+        heads = tensors.query.shape[1] == key_heads or key_heads % tensors.query.mesh.size() == 0
         return [None, *batch, *([HEADS] if heads else [])]
 
     def place(tensors: Any, kind: int | None) -> dict[str, Any]:
@@ -93,6 +81,3 @@ def register() -> None:
     for operator in (SEQUENCE, GRID):
         register_sharding(operator.forward_op)(partial(forward, operator))
         register_sharding(operator.backward_op)(partial(backward, operator))
-
-
-LATE_REGISTRATIONS["torch.distributed.tensor"] = register
