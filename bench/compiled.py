@@ -21,8 +21,7 @@ from tools import absent_gpu
 from tools.absent_gpu import Launch, disassembled
 from triton_relattn import can_run_triton
 from triton_relattn._core.dtypes import keeps_residual
-from triton_relattn._core.grids import GridTensors
-from triton_relattn._core.spec import AttentionTensors
+from triton_relattn._core.spec import AttentionTensors, GridTensors
 from triton_relattn.kernels import tuning
 from triton_relattn.kernels.backward import backward
 from triton_relattn.kernels.call import call_of

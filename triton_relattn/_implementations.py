@@ -20,8 +20,7 @@ import torch
 from ._blockwise import attention, grids
 from ._core.cache import digest, fingerprints, recall, remember
 from ._core.dtypes import compute_dtype, keeps_residual, new_like, without_autocast
-from ._core.grids import GridTensors
-from ._core.spec import AttentionSpec, AttentionTensors
+from ._core.spec import AttentionSpec, AttentionTensors, GridTensors
 from ._core.warn import untraced, warn_once
 from ._reference import resolved_reference
 

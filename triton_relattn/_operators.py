@@ -19,8 +19,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ._core.dtypes import compute_dtype, gradient_like
-from ._core.grids import GridSpec, GridTensors
-from ._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
+from ._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors, GridSpec, GridTensors
 from ._core.warn import untraced
 from ._implementations import IMPLEMENTATIONS, Gradients, Implementation, Reference, Results
 

@@ -12,7 +12,7 @@ import torch
 
 from ._core.dropout import draw_dropout, keep_mask, keep_scale
 from ._core.dtypes import autocast_dtype, cast, widened, without_autocast
-from ._core.grids import GridSpec, GridTensors, grid_terms
+from ._core.spec import GridSpec, GridTensors, grid_terms
 from ._core.validation import check_number, check_operand, check_pair, check_probability
 from ._core.warn import warn_once
 from ._implementations import REFERENCE, choose_implementation

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from triton_relattn._core.grids import GridTensors
+from triton_relattn._core.spec import GridTensors
 
 from .attention import CLIPPED, DTYPES, Case
 

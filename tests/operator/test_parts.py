@@ -14,8 +14,7 @@ from tests.tolerance import assert_near
 from triton_relattn import RelativePositions, merge_attention
 from triton_relattn._core.arguments import Arguments
 from triton_relattn._core.dropout import draw_seed, whole_origins
-from triton_relattn._core.grids import GridSpec, GridTensors
-from triton_relattn._core.spec import AttentionSpec, AttentionTensors
+from triton_relattn._core.spec import AttentionSpec, AttentionTensors, GridSpec, GridTensors
 from triton_relattn._core.validation import resolve
 from triton_relattn._implementations import IMPLEMENTATIONS
 from triton_relattn._operators import grid_attention, relative_attention

@@ -19,7 +19,7 @@ import torch
 
 from .._core.dropout import keep_mask, keep_scale, whole_origins
 from .._core.dtypes import compute_dtype
-from .._core.grids import GridTensors
+from .._core.spec import GridTensors
 from . import runs
 from .attention import softmax_backward
 from .products import Memory, Products, product_dtype

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from ..._core.dtypes import without_autocast
-from ..._core.grids import GridTensors
+from ..._core.spec import GridTensors
 from ..call import PerQuery, cdiv
 from ..config.tile_config import TileConfig
 from ..delta import row_products

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..._core.dtypes import without_autocast
-from ..._core.grids import GridTensors, grid_terms
-from ..._core.spec import AttentionSpec, AttentionTensors
+from ..._core.spec import AttentionSpec, AttentionTensors, GridTensors, grid_terms
 from ..call import Call, cdiv
 from ..config.tile_config import TileConfig
 from ..draft import Draft, Slot

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..._core.grids import GridTensors
+from ..._core.spec import GridTensors
 from ..call import cdiv
 from ..config.tile_config import TileConfig
 from ..draft import Draft
