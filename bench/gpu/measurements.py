@@ -83,7 +83,7 @@ def measure_all(
         for row in rows:
             report.add_measured(row)
     report.skip(len(cases) - done)
-    report.say(f"\n{summary.speed(report.measured.rows)}\n{done} of {len(cases)} cases")
+    report.say(f"\n{summary.of_verb('speed', report.measured.rows)}\n{done} of {len(cases)} cases")
 
 
 measure_speed = partial(measure_all, gpu_cases(), OURS_AND_BOUNDS)
@@ -199,7 +199,7 @@ def measure_memory(options: argparse.Namespace, report: Report, deadline: float)
         report.add_measured(next(rows))
         done += 1
     report.skip(len(points) - done)
-    report.say(f"\n{summary.memory(report.measured.rows)}\n{done} of {len(points)} peaks")
+    report.say(f"\n{summary.of_verb('memory', report.measured.rows)}\n{done} of {len(points)} peaks")
 
 
 def measure_graphs(options: argparse.Namespace, report: Report, deadline: float) -> None:

@@ -38,7 +38,8 @@ COLUMNS = (
 NEW_LENGTHS_COLUMNS = ("verb", "case", "method", "status", "lengths", "first_ms", "again_ms", "kept_bytes")
 """first_ms, again_ms: of all lengths. kept_bytes: by how much the process has grown after the first time."""
 ROUNDS = 40
-TESTS = ["tests/operator/test_papers.py", *(f"tests/cpu/test_{name}.py" for name in ("blockwise", "delta", "baselines"))]
+BASELINES = "tests/cpu/test_bench.py::test_baselines_equal_the_reference"
+TESTS = ["tests/operator/test_papers.py", "tests/cpu/test_blockwise.py", BASELINES]
 """Tests of the implementation that a CPU has, against the reference, and of the baselines."""
 SHORTEST, LONGEST = 150, 900  # of new lengths
 UNIT = "ms"
@@ -145,7 +146,7 @@ def run(options: argparse.Namespace) -> int:
             failures.remember(case, rows)
             for row in rows:
                 table.add(row)
-    print(summary.speed(table.rows))
+    print(summary.of_verb("speed", table.rows))
     return 1 if any(row["status"].startswith(("wrong", "failed")) for row in table.rows) else 0
 
 

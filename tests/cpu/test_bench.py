@@ -156,6 +156,12 @@ def test_a_red_gate_prints_no_number(verb: str, bench: Bench, monkeypatch: pytes
     assert not bench(f"{verb} --cases small --device cpu", 1)
 
 
+def test_the_gate_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests that run before a measurement exist."""
+    monkeypatch.setattr(speed, "TESTS", [*speed.TESTS, "--collect-only"])
+    assert speed.tests_pass("cpu")
+
+
 @pytest.mark.parametrize("verb", ["speed --seconds 0", "memory"])
 def test_a_call_of_ones_own(verb: str, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """--shape replaces the default cases, for both time and memory."""
