@@ -208,13 +208,10 @@ def measure_graphs(options: argparse.Namespace, report: Report, deadline: float)
         if time.monotonic() > deadline:
             report.skip(1)
             continue
-        row: dict[str, Any] = {"case": str(case), "direction": "forward+backward", "unit": "ms"}
         try:
-            row |= {"value": replay_time(case), "status": "ok"}
+            report.add_figure(str(case), "forward+backward", replay_time(case), "ms", "ok", variant=OURS)
         except Exception as error:
-            row |= {"status": "failed", "message": in_one_line(error)}
-        report.add(**row)
-        report.say(f"  {case}: {row.get('value', '-')} ms")
+            report.add_figure(str(case), "forward+backward", None, "ms", f"failed: {in_one_line(error)}", variant=OURS)
 
 
 def replay_time(case: Case) -> float:

@@ -210,13 +210,6 @@ def _start(step: Step, flush: torch.Tensor | None) -> tuple[Callable[[], float],
     return lambda: start.elapsed_time(stop), 1e3 * (time.perf_counter() - started)
 
 
-Reading = tuple["Timed", tuple[Callable[[], float], float]]
-
-
-def _read(timed: Timed, flush: torch.Tensor | None, readings: list[Reading]) -> None:
-    readings.append((timed, _start(timed.step, flush)))
-
-
 def time_in_turn(
     prepared: Sequence[Timed], device: str, seconds: float, rounds: int, fewest: int = 3, drops: bool = False
 ) -> None:
@@ -228,15 +221,16 @@ def time_in_turn(
     warm_up = 1 if device == "cuda" else 0
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda") if device == "cuda" else None
     order, shuffle, started = [timed for timed in prepared if timed.is_ok], random.Random(0).shuffle, time.monotonic()
+    readings: list[tuple[Timed, tuple[Callable[[], float], float]]] = []
+
+    def start(timed: Timed) -> None:
+        readings.append((timed, _start(timed.step, flush)))
+
     for number in range(-warm_up, rounds):
         shuffle(order)
-        readings: list[Reading] = []
+        readings.clear()
         for timed in order:
-            if drops:
-                attempt(partial(_read, timed, flush, readings), timed.found)
-            else:
-                _read(timed, flush, readings)
-        for timed in order:
+            attempt(partial(start, timed), timed.found) if drops else start(timed)
             if not timed.is_ok:
                 timed.milliseconds.clear()
         order = [timed for timed in order if timed.is_ok]

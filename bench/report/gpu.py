@@ -18,13 +18,9 @@ Row = dict[str, Any]
 Rows = dict[tuple[str, str, str], Row]
 """By case, method and direction."""
 RESULTS = ROOT / "bench" / "results" / "h100"
-EARLIER = "d09a3ce6"
-"""The commit of the rows in the folder "before", which bear the name of the checkout that measured them."""
 BOTH = DIRECTIONS[1]
 FLASH, CUDNN, FLEX = "sdpa_flash", "sdpa_cudnn", "flex_attention"
 SDPA_BIAS = ("sdpa_bias_efficient", "sdpa_bias_cudnn")
-GAIN = 1.05
-"""A larger ratio of two times is no chance."""
 REPEATED = 1.1
 """A call's time repeated if those of two runs differ by no more than this factor."""
 SHOWN = (
@@ -64,7 +60,7 @@ def machine() -> str:
     row = load()[0]
     driver = json.loads((RESULTS / "measure" / "environment.json").read_text())["driver"]
     versions = f"driver {driver}, torch {row['torch'].split('+')[0]}, Triton {row['triton']}"
-    return f"an {row['device']} ({versions}), commit {row['commit'][: len(EARLIER)]}"
+    return f"an {row['device']} ({versions}), commit {row['commit'][:8]}"
 
 
 def ratio(row: Row, other: Row) -> float:
@@ -216,7 +212,7 @@ def memory_sentence() -> str:
 
 
 def speed() -> str:
-    """Every length and kind of call, beside attention without positions, and what earlier kernels took."""
+    """Every length and kind of call, beside attention without positions, and short calls without launch overhead."""
     rows = load_times("long")
     parts = []
     for width in ("64", "128"):
@@ -242,36 +238,7 @@ def speed() -> str:
     calls = load_times("speech")
     found = [f"{digits(float(row['value']))} ms ({describe(calls[row['case'], OURS, row['direction']])})" for row in rows]
     graphs = f"As a CUDA graph, without launch overhead, forward + backward takes {', '.join(found)}."
-    return "\n\n".join([*parts, f"Measured on {machine()}.", graphs, earlier()])
-
-
-def earlier() -> str:
-    """Calls that earlier kernels computed faster, on the same machine within the hour."""
-    before, again = load_times(run="before"), load_times(run="again")
-    now = load_times("long") | load_times("speech") | load_times("t5")
-    rows = {key: row for key, row in now.items() if key in before}
-    pairs = [(rows[case, OURS, BOTH], before[case, OURS, BOTH]) for case in cases(rows)]
-    body = [
-        [describe(row), digits(number(other, "p50_ms")), time(row), f"{ratio(row, other):.2f}"]
-        for row, other in pairs
-        if ratio(row, other) > GAIN
-    ]
-    plain = [key for key in again if key[1] == "plain" and key in before]
-    backward = [ratio(again[key], before[key]) for key in plain if key[2] == "backward"]
-    wide = [key for key, row in before.items() if key[1:] == ("plain", "forward") and row["head_dim"] == "128"]
-    forward = [ratio(rows[key], before[key]) for key in wide]
-    memory = [float(again[key]["peak_bytes"]) / float(before[key]["peak_bytes"]) for key in plain if key[2] == BOTH]
-    before_table = (
-        f"The kernels of {EARLIER} were more than {100 * (GAIN - 1):.0f} % faster in {len(body)} of the {len(pairs)} calls "
-        "timed with both, on that machine within the hour:"
-    )
-    after_table = (
-        f"Calls without a table, 15 of which were timed with both, regressed as well: compared with {EARLIER}, their backward "
-        f"takes {spread(backward)} times as long, their forward {spread(forward)} times with heads of 128, and their peak is "
-        f"{spread(memory)} times as high."
-    )
-    head = ["forward + backward, ms", EARLIER, load()[0]["commit"][: len(EARLIER)], "ratio"]
-    return f"{before_table}\n\n{markdown_table(head, body)}\n\n{after_table}"
+    return "\n\n".join([*parts, f"Measured on {machine()}.", graphs])
 
 
 def beside(rows: Rows, methods: Sequence[str]) -> str:

@@ -128,7 +128,15 @@ class Failures:
 
 def run(options: argparse.Namespace) -> int:
     if options.list:
-        return print_list(options.device)
+        for name, group in cases.GROUPS.items():
+            print(f"{name}{' (default here)' * (name in cases.default_groups(options.device))}")
+            print("".join(f"  {case}\n" for case in group))
+        probe = cases.GROUPS["cpu"][0]
+        body = [
+            (name, method.kind, method.what, method.why_not(probe, options.device) or "yes") for name, method in METHODS.items()
+        ]
+        print(text_table(("method", "kind", "what", "runs here"), body))
+        return 0
     if options.new_lengths:
         return run_new_lengths(options)
     chosen = chosen_cases(options, cases.default_groups(options.device))
@@ -164,17 +172,6 @@ def timers(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], dict
             directions = options.directions or default_directions(options.device)
             timed = [timing.Timed(OURS, direction, step=steps[direction]) for direction in directions]
             yield f"{case}{', no table' * (method != OURS)}", partial(timing.time_once, timed, options.device)
-
-
-def print_list(device: str) -> int:
-    """Print cases and methods."""
-    for name, group in cases.GROUPS.items():
-        print(f"{name}{' (default here)' * (name in cases.default_groups(device))}")
-        print("".join(f"  {case}\n" for case in group))
-    probe = cases.GROUPS["cpu"][0]
-    body = [(name, method.kind, method.what, method.why_not(probe, device) or "yes") for name, method in METHODS.items()]
-    print(text_table(("method", "kind", "what", "runs here"), body))
-    return 0
 
 
 def new_lengths(count: int) -> list[int]:
