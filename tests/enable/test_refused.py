@@ -20,11 +20,11 @@ import torch
 from torch import nn
 
 import triton_relattn
-from tests import survey
 from tests.enable import stock
 from tests.enable.models import build, classes, held, output, subject
 from tests.enable.stock import Altered, ShawAttention, StepByStep, enable, refusal
 from tests.enable.whole_models import vision_encoder
+from tools import survey
 from triton_relattn import disable
 from triton_relattn.integrations import libraries, transformers
 from triton_relattn.integrations.transformers import door
