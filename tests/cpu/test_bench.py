@@ -401,7 +401,9 @@ def test_baselines_equal_the_reference(name: str, length: int, num_rows: int, is
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize(
-    "changes", [{}, {"is_causal": True}, {"rows": 9}, {"terms": ("rel_key", "rel_p2c")}, {"terms": BIAS}], ids=str
+    "changes",
+    [{}, {"is_causal": True}, {"rows": 9}, {"terms": ("rel_key", "rel_p2c")}, {"terms": BIAS}, {"terms": BIAS, "is_alibi": True}],
+    ids=str,
 )
 def test_methods_of_others_are_set_up_right(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """FlexAttention (not compiled here), SDPA with a dense bias, and ONNX Runtime, if installed, give the right result on a CPU.
