@@ -32,7 +32,6 @@ COLUMNS = (
     *("loop_instructions", "plain_loop_instructions", "loop_ratio", "matrix_instructions", "shuffles"),
     "status",
 )
-COUNTS = ("registers", "spill_bytes", "shared_bytes", "loop_instructions", "matrix_instructions", "shuffles")
 
 
 @dataclass(frozen=True)
@@ -74,13 +73,6 @@ def used_by(case: KernelCase, config: TileConfig) -> Resources:
     return resources(compiled(case.kernel, case.target, *case.call, config))
 
 
-def counts(used: Resources) -> dict[str, int]:
-    """The columns of COUNTS."""
-    loop = used.main_loop
-    numbers = (used.registers, used.spill_bytes, used.shared_bytes, loop.total(), matrix_instructions(loop), shuffles(loop))
-    return dict(zip(COUNTS, numbers, strict=True))
-
-
 def row(case: KernelCase) -> dict[str, Any]:
     """The columns of COLUMNS; of a kernel that does not compile the first ones, and why."""
     result: dict[str, Any] = {**asdict(case), "status": "ok"}
@@ -88,7 +80,14 @@ def row(case: KernelCase) -> dict[str, Any]:
         config, rel_key = case.config, getattr(case.call[0], "rel_key", None)
         result |= {**asdict(config), "rel_dim": None if rel_key is None else rel_key.shape[-1]}
         used = used_by(case, config)
-        result |= {**counts(used), "fits": used.fits(case.target)}
+        loop = used.main_loop
+        result |= {name: getattr(used, name) for name in ("registers", "spill_bytes", "shared_bytes")}
+        result |= {
+            "loop_instructions": loop.total(),
+            "matrix_instructions": matrix_instructions(loop),
+            "shuffles": shuffles(loop),
+        }
+        result["fits"] = used.fits(case.target)
         if case.plain.exists:
             plain = used_by(case.plain, replace(config, carry="scores")).main_loop.total()
             result |= {"plain_loop_instructions": plain, "loop_ratio": result["loop_instructions"] / max(plain, 1)}

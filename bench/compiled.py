@@ -173,26 +173,6 @@ def _innermost(names: list[str], jumps: list[tuple[int, int]]) -> list[Counter[s
 _SASS = re.compile(r"/\*([0-9a-f]{4,})\*/\s+((?:@!?U?P\d+ )?)([A-Z0-9_.]+)([^;]*);")
 
 
-def _sass_loops(sass: str) -> list[Counter[str]]:
-    instructions = [(int(address, 16), name.split(".")[0], rest) for address, _, name, rest in _SASS.findall(sass)]
-    index = {address: i for i, (address, _, _) in enumerate(instructions)}
-    branches = [(i, re.search(r"0x([0-9a-f]+)", rest)) for i, (_, name, rest) in enumerate(instructions) if name == "BRA"]
-    jumps = [(i, index.get(int(target[1], 16), i)) for i, target in branches if target]
-    return _innermost([name for _, name, _ in instructions], jumps)
-
-
-def _amdgcn_loops(assembly: str) -> list[Counter[str]]:
-    names, labels, branches = list[str](), dict[str, int](), list[tuple[int, str]]()
-    for line in assembly.splitlines():
-        if label := re.match(r"(\.LBB\w+):", line):
-            labels[label[1]] = len(names)
-        elif instruction := re.match(r"\s+([a-z]\w+)\s*(\S*)", line):
-            if instruction[1].startswith(("s_branch", "s_cbranch")):
-                branches.append((len(names), instruction[2]))
-            names.append(instruction[1])
-    return _innermost(names, [(source, labels[label]) for source, label in branches if label in labels])
-
-
 def resources(kernel: CompiledKernel) -> Resources:
     """Registers, spills, stack, shared memory and loops of a compiled kernel."""
     return _amd_resources(kernel) if kernel.metadata.target.backend == "hip" else _nvidia_resources(kernel)
@@ -202,7 +182,16 @@ def _amd_resources(kernel: CompiledKernel) -> Resources:
     assembly = kernel.asm["amdgcn"]
     numbers = {name: int(value) for name, value in re.findall(r"^\s+(?:- )?\.(\w+):\s+(\d+)$", assembly, re.MULTILINE)}
     spilled, stack = 4 * numbers["vgpr_spill_count"], numbers["private_segment_fixed_size"]
-    return Resources(numbers["vgpr_count"], spilled, stack, kernel.metadata.shared, 0, _amdgcn_loops(assembly))
+    names, labels, branches = list[str](), dict[str, int](), list[tuple[int, str]]()
+    for line in assembly.splitlines():
+        if label := re.match(r"(\.LBB\w+):", line):
+            labels[label[1]] = len(names)
+        elif instruction := re.match(r"\s+([a-z]\w+)\s*(\S*)", line):
+            if instruction[1].startswith(("s_branch", "s_cbranch")):
+                branches.append((len(names), instruction[2]))
+            names.append(instruction[1])
+    loops = _innermost(names, [(source, labels[label]) for source, label in branches if label in labels])
+    return Resources(numbers["vgpr_count"], spilled, stack, kernel.metadata.shared, 0, loops)
 
 
 def _nvidia_resources(kernel: CompiledKernel) -> Resources:
@@ -210,5 +199,9 @@ def _nvidia_resources(kernel: CompiledKernel) -> Resources:
     registers, stack = map(int, re.findall(r"REG:(\d+) STACK:(\d+)", sass)[0])
     local = re.findall(r"\b(?:LDL|STL)[A-Z0-9.]*", sass)  # accesses of local memory: STL, LDL.64, LDL.LU.128
     spilled = sum(16 if name.endswith("128") else 8 if name.endswith("64") else 4 for name in local)
-    tensor_memory = getattr(kernel.metadata, "tmem_size", 0)
-    return Resources(registers, spilled, stack, kernel.metadata.shared, tensor_memory, _sass_loops(sass))
+    instructions = [(int(address, 16), name.split(".")[0], rest) for address, _, name, rest in _SASS.findall(sass)]
+    index = {address: i for i, (address, _, _) in enumerate(instructions)}
+    branches = [(i, re.search(r"0x([0-9a-f]+)", rest)) for i, (_, name, rest) in enumerate(instructions) if name == "BRA"]
+    jumps = [(i, index.get(int(target[1], 16), i)) for i, target in branches if target]
+    loops, tensor_memory = _innermost([name for _, name, _ in instructions], jumps), getattr(kernel.metadata, "tmem_size", 0)
+    return Resources(registers, spilled, stack, kernel.metadata.shared, tensor_memory, loops)

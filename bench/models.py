@@ -201,12 +201,12 @@ def check(family: Family, options: argparse.Namespace) -> dict[str, dict[str, An
     return found
 
 
-def norm(tensors: Sequence[torch.Tensor]) -> float:
-    return float(sum(tensor.double().square().sum() for tensor in tensors)) ** 0.5
-
-
 def distance(results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
     """Distance in norm over the norm: of the output, or of all gradients together if that is more."""
+
+    def norm(tensors: Sequence[torch.Tensor]) -> float:
+        return float(sum(tensor.double().square().sum() for tensor in tensors)) ** 0.5
+
     differences = [a.double() - b.double() for a, b in zip(results, expected, strict=True)]
     return max(norm(differences[part]) / norm(expected[part]) for part in (slice(0, 1), slice(1, None)))
 
@@ -228,7 +228,10 @@ class Measurement:
 
     def rows(self) -> list[dict[str, Any]]:
         if not self.options.no_memory:
-            self.measure_peaks()
+            model = build(self.family, self.options)
+            for point in progress(list(self.found), lambda point: f"{self.family.name}: memory, {point.size}, {point.method}"):
+                self.attempt(partial(self.measure_peak, model, point), point)
+            del model
         map_blocks_from(LARGEST_MMAP_THRESHOLD)
         checks, self.failed = check(self.family, self.options), {}
         rows = []
@@ -245,13 +248,8 @@ class Measurement:
                 rows.append(row | checks.get(point.method, {}) | (self.found[point] if is_shown else {}))
         return rows
 
-    def measure_peaks(self) -> None:
-        """Peaks of all sizes, the smallest first, above model, inputs and gradients; and the time of that pass."""
-        model = build(self.family, self.options)
-        for point in progress(list(self.found), lambda point: f"{self.family.name}: memory, {point.size}, {point.method}"):
-            self.attempt(partial(self.measure_peak, model, point), point)
-
     def measure_peak(self, model: nn.Module, point: Point) -> None:
+        """The peak above model, inputs and gradients, and the time of that pass."""
         map_blocks_from(PAGE)
         warm_up = make_inputs(self.family, model, Size(WARM_UP_LENGTH))
         make_step(model, point.method, warm_up, point.direction).run()

@@ -56,33 +56,18 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, relativ
     return logits.softmax(-1) @ value
 
 
-def _skew(by_row: torch.Tensor) -> torch.Tensor:
-    """(..., N, 2N - 1) q_i . E[row] to (..., N, N) S[i, j] = by_row[i, j - i + N - 1], by pad, reshape and slice.
+def _relative_by_skewing(query: torch.Tensor, table: torch.Tensor, is_causal: bool) -> torch.Tensor:
+    """S for a scaled query, by pad, reshape and slice of q_i . E[row]; with is_causal arbitrary where j > i.
 
     With one column of padding on the left, row i starts at 2N i and holds row c of the table at 2N i + c + 1; so S[i, j] stands
-    at (2N - 1) i + j + N: N elements on, and read with rows that are one shorter.
+    at (2N - 1) i + j + N: N elements on, and read with rows that are one shorter. With is_causal, and only the past half of the
+    table, it stands at N i + j + N: N elements on as well, and read with rows of N.
     """
-    length = by_row.shape[-2]
-    return functional.pad(by_row, (1, 0)).flatten(-2)[..., length:].unflatten(-1, (length, 2 * length - 1))[..., :length]
-
-
-def _skew_causal(by_row: torch.Tensor) -> torch.Tensor:
-    """(..., N, N) q_i . E[row] for r = -(N - 1) .. 0 to S, right where j <= i and arbitrary elsewhere.
-
-    Pad one column on the left, reshape to (N + 1, N), slice off the first row.
-    """
-    length = by_row.shape[-1]
-    return functional.pad(by_row, (1, 0)).flatten(-2).unflatten(-1, (length + 1, length))[..., 1:, :]
-
-
-def _relative_by_skewing(query: torch.Tensor, table: torch.Tensor, is_causal: bool) -> torch.Tensor:
-    """S for a scaled query; with is_causal only the past half of the table is multiplied."""
     length = query.shape[-2]
     if table.shape[0] != 2 * length - 1:
         raise ValueError(f"skewing needs a row for every distance, 2N - 1 = {2 * length - 1}, got {table.shape[0]}")
-    if is_causal:
-        return _skew_causal(query @ table[:length].mT)
-    return _skew(query @ table.mT)
+    by_row = query @ (table[:length] if is_causal else table).mT
+    return functional.pad(by_row, (1, 0)).flatten(-2)[..., length:].unflatten(-1, (length, by_row.shape[-1]))[..., :length]
 
 
 def _relative_by_gathering(query: torch.Tensor, table: torch.Tensor, is_causal: bool) -> torch.Tensor:
@@ -149,10 +134,4 @@ def dense_bias(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tabl
     return functional.scaled_dot_product_attention(query, key, value, attn_mask=bias)
 
 
-BASELINES: dict[str, Baseline] = {
-    "shaw_gather": shaw_gather,
-    "gather": gather,
-    "skewing": skewing,
-    "dense_bias": dense_bias,
-}
-"""All of them, by name."""
+BASELINES: dict[str, Baseline] = {baseline.__name__: baseline for baseline in (shaw_gather, gather, skewing, dense_bias)}

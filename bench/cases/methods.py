@@ -22,8 +22,6 @@ OURS = "triton_relattn"
 OUR_METHODS = (OURS, "plain")
 """Methods that our operator computes, with the tables and without."""
 Function = Callable[[Inputs], torch.Tensor]
-
-
 TERMS = {
     "plain": "one table for the keys, clipped, and heads that are not grouped",
     "full": "one table for the keys with a row for every distance",
@@ -129,13 +127,16 @@ def _onnxruntime(case: Case) -> Function:
     return run
 
 
-def _centred(table: Any, case: Case) -> Any:
-    """The table with a row for r = 0 in its middle: a full one of causal attention has no future."""
-    return pad(table, (0, 0, 0, case.length - 1)) if case.is_causal and case.rows is None else table
-
-
 def _baseline(name: str, case: Case) -> Function:
-    return lambda inputs: BASELINES[name](*inputs[:3], _centred(inputs.rel_key, case), case.is_causal)
+    """One of BASELINES, whose tables have a row for r = 0 in their middle: a full one of causal attention has no future."""
+    future = case.length - 1 if case.is_causal and case.rows is None else 0
+
+    def run(inputs: Inputs) -> torch.Tensor:
+        assert inputs.rel_key is not None
+        table = pad(inputs.rel_key, (0, 0, 0, future)) if future else inputs.rel_key
+        return BASELINES[name](*inputs[:3], table, case.is_causal)
+
+    return run
 
 
 @cache

@@ -107,17 +107,6 @@ def part_command(part: str, options: argparse.Namespace, seconds: float) -> list
     return [*command, *["--stub"] * options.stub, *(("--most", str(options.most)) if options.most else ())]
 
 
-def run_part(part: str, options: argparse.Namespace) -> int:
-    """Run a part in this process; return its exit status."""
-    report = Report(options, part)
-    try:
-        PARTS[part][0](options, report, options.until)
-    except Exception as error:
-        report.say(traceback.format_exc())
-        report.fail({"error": in_one_line(error)})
-    return report.status
-
-
 def compiled_kernels() -> int:
     """How many compiled kernels Triton has on disk."""
     return sum(1 for _ in Path(knobs.cache.dir).glob("*/*.cubin"))
@@ -195,7 +184,13 @@ def run(options: argparse.Namespace) -> int:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what a part has started ends with it
         options.results.mkdir(parents=True, exist_ok=True)
         if options.until is not None:
-            return run_part(options.parts[0], options)
+            report = Report(options, options.parts[0])
+            try:
+                PARTS[options.parts[0]][0](options, report, options.until)
+            except Exception as error:
+                report.say(traceback.format_exc())
+                report.fail({"error": in_one_line(error)})
+            return report.status
         parts, status = Run(options), 0
         try:
             parts.run_all()

@@ -83,7 +83,7 @@ def measure_all(
         for row in rows:
             report.add_measured(row)
     report.skip(len(cases) - done)
-    report.say(f"\n{summary.speed(report.measured.rows)}\n{done} of {len(cases)} cases")
+    report.say(f"\n{summary.of_verb('speed', report.measured.rows)}\n{done} of {len(cases)} cases")
 
 
 measure_speed = partial(measure_all, gpu_cases(), OURS_AND_BOUNDS)
@@ -199,7 +199,7 @@ def measure_memory(options: argparse.Namespace, report: Report, deadline: float)
         report.add_measured(next(rows))
         done += 1
     report.skip(len(points) - done)
-    report.say(f"\n{summary.memory(report.measured.rows)}\n{done} of {len(points)} peaks")
+    report.say(f"\n{summary.of_verb('memory', report.measured.rows)}\n{done} of {len(points)} peaks")
 
 
 def measure_graphs(options: argparse.Namespace, report: Report, deadline: float) -> None:
@@ -208,13 +208,10 @@ def measure_graphs(options: argparse.Namespace, report: Report, deadline: float)
         if time.monotonic() > deadline:
             report.skip(1)
             continue
-        row: dict[str, Any] = {"case": str(case), "direction": "forward+backward", "unit": "ms"}
         try:
-            row |= {"value": replay_time(case), "status": "ok"}
+            report.add_figure(str(case), "forward+backward", replay_time(case), "ms", "ok", variant=OURS)
         except Exception as error:
-            row |= {"status": "failed", "message": in_one_line(error)}
-        report.add(**row)
-        report.say(f"  {case}: {row.get('value', '-')} ms")
+            report.add_figure(str(case), "forward+backward", None, "ms", f"failed: {in_one_line(error)}", variant=OURS)
 
 
 def replay_time(case: Case) -> float:

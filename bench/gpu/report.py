@@ -78,22 +78,6 @@ def wrong_kinds(state: Path) -> set[str] | None:
     return set(path.read_text().splitlines()) if path.exists() else None
 
 
-def describe_environment(options: argparse.Namespace) -> dict[str, Any]:
-    """What environment.json has besides the stamp of the rows."""
-    gpu = torch.cuda.get_device_properties(0)
-    return {
-        "python": platform.python_version(),
-        "arguments": vars(options),
-        "capability": f"{gpu.major}.{gpu.minor}",
-        "multiprocessors": gpu.multi_processor_count,
-        "memory_bytes": gpu.total_memory,
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-        "nvidia-smi": command_output("nvidia-smi", "-q", "-d", "CLOCK,POWER,PERFORMANCE")[:8000],
-        "driver": command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-    }
-
-
 class Report:
     """The lines and rows of one part, in its process. status: its exit status as things stand."""
 
@@ -104,7 +88,20 @@ class Report:
         self.measured = Table((*MEASURED, *timing.GPU_COLUMNS), self.stamp, options.results / "results.csv", append=True)
         path = options.results / "environment.json"
         if not path.exists():
-            path.write_text(json.dumps(self.stamp | describe_environment(options), indent=1, default=str) + "\n")
+            gpu = torch.cuda.get_device_properties(0)
+            environment = {
+                **self.stamp,
+                "python": platform.python_version(),
+                "arguments": vars(options),
+                "capability": f"{gpu.major}.{gpu.minor}",
+                "multiprocessors": gpu.multi_processor_count,
+                "memory_bytes": gpu.total_memory,
+                "cuda": torch.version.cuda,
+                "cudnn": torch.backends.cudnn.version(),
+                "nvidia-smi": command_output("nvidia-smi", "-q", "-d", "CLOCK,POWER,PERFORMANCE")[:8000],
+                "driver": command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+            }
+            path.write_text(json.dumps(environment, indent=1, default=str) + "\n")
 
     def say(self, text: str) -> None:
         print(text, flush=True)
@@ -124,10 +121,6 @@ class Report:
         self.add(**row, status=status if is_bad or value is not None else "not run")
         number = status if value is None else f"{value:.4g} {unit}"
         self.say(f"  {', '.join(filter(None, (direction, variant, case)))}: {number}")
-
-    def add_wrong(self, kind: str) -> None:
-        with (self.state / "wrong.txt").open("a") as file:
-            file.write(f"{kind}\n")
 
     def has_measured(self, case: str, methods: Sequence[str]) -> bool:
         """Whether an earlier run of this commit on this device left the rows of a case, by all methods, in this folder."""

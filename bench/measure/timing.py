@@ -14,8 +14,8 @@ import torch
 from triton_relattn._peaks import OUT_OF_MEMORY, is_out_of_memory, peak_cuda
 from triton_relattn.testing import Inputs
 
-from ..cases.attention import DTYPES, OPERANDS, Case
-from ..cases.methods import METHODS, OURS, Function, ours
+from ..cases.attention import OPERANDS, Case
+from ..cases.methods import METHODS, Function, ours
 from ..report.rows import in_one_line
 
 DIRECTIONS = ("forward", "backward", "forward+backward")
@@ -23,7 +23,7 @@ TOLERANCE = {"fp32": 1e-3, "fp16": 0.02, "bf16": 0.1}
 """Relative distance in norm at which a method counts as wrong. Dense methods in 16 bits round every score; a wrong formula is
 off by about 1. How good ours are is for the tests, which run before."""
 LARGEST_GOLDEN = 8 * 4096**2
-"""Pairs of query and key, times heads and batch, up to which a float64 result on a CPU is worth its time."""
+"""Pairs of query and key, times heads and batch, up to which all of a float64 result on a CPU is worth its time."""
 FLUSH_BYTES = 256 << 20  # more than any L2 cache
 HEAD_START_CYCLES = 2_000_000  # about a millisecond in which the host queues what is timed
 HEAD_START_MS = 1.0  # at 2 GHz, which is more than the clock of any of these GPUs' multiprocessors
@@ -98,18 +98,9 @@ class Expected:
 
 
 def expected_results(case: Case, inputs: Inputs) -> Expected:
-    """In float64; of cases that are large, or for which float64 has too little memory, those of this package."""
-
-    def results(dtype: torch.dtype, implementation: str | None) -> Sequence[torch.Tensor]:
-        return steps(case, ours(case, implementation), inputs.to(dtype))["forward+backward"].run()
-
-    if case.batch * case.heads * case.length**2 <= LARGEST_GOLDEN:
-        try:
-            return Expected(results(torch.float64, "blockwise"), "float64")
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-    return Expected(results(DTYPES[case.dtype], None), OURS)
+    """All results, in float64."""
+    step = steps(case, ours(case, "blockwise"), inputs.to(torch.float64))["forward+backward"]
+    return Expected(step.run(), "float64")
 
 
 def expected_of_one_head(case: Case, inputs: Inputs) -> Expected:
@@ -125,10 +116,10 @@ def expected_of_one_head(case: Case, inputs: Inputs) -> Expected:
 
     names = (*OPERANDS, "d_out", "d_lse", *["rel_query"] * (inputs.rel_query is not None))
     chosen = {name: part(getattr(inputs, name)) for name in names}
-    if inputs.rel_bias is not None:
-        chosen["rel_bias"] = inputs.rel_bias[:group]
+    of_heads = case.terms if case.per_head else [name for name in case.terms if name == "rel_bias"]
+    chosen |= {name: getattr(inputs, name)[:group] for name in of_heads}
     few = replace(case, batch=chosen["query"].shape[0], heads=group, key_heads=None if case.key_heads is None else 1)
-    results = steps(few, ours(few, "blockwise"), inputs._replace(**chosen).to(torch.float64))["forward+backward"].run()
+    results = expected_results(few, inputs._replace(**chosen)).results
     return Expected(results[:4], "float64, one head of two sequences", part)
 
 
@@ -177,16 +168,16 @@ def prepare(case: Case, methods: Sequence[str], directions: Sequence[str], devic
             timed = Timed(name, direction, {"status": status})
             prepared.append(timed)
             if status == "ok":
-                if computed not in expected:
-                    expect = expected_of_one_head if device == "cuda" else expected_results
-                    expected[computed] = expect(computed, inputs)
-                attempt(partial(_make_and_check, timed, computed, inputs, device, expected[computed]), timed.found)
+                attempt(partial(_make_and_check, timed, computed, inputs, device, expected), timed.found)
     return prepared
 
 
-def _make_and_check(timed: Timed, case: Case, inputs: Inputs, device: str, expected: Expected) -> None:
+def _make_and_check(timed: Timed, case: Case, inputs: Inputs, device: str, expected: dict[Case, Expected]) -> None:
+    if case not in expected:
+        is_small = device == "cpu" and case.batch * case.heads * case.length**2 <= LARGEST_GOLDEN
+        expected[case] = (expected_results if is_small else expected_of_one_head)(case, inputs)
     timed.step = steps(case, METHODS[timed.method].make(case), inputs)[timed.direction]
-    check(timed, expected, case)
+    check(timed, expected[case], case)
     if timed.is_ok and device == "cuda":
         before = timed.step.before()
         timed.found["peak_bytes"] = peak_cuda(lambda: timed.step.call(before))
@@ -210,13 +201,6 @@ def _start(step: Step, flush: torch.Tensor | None) -> tuple[Callable[[], float],
     return lambda: start.elapsed_time(stop), 1e3 * (time.perf_counter() - started)
 
 
-Reading = tuple["Timed", tuple[Callable[[], float], float]]
-
-
-def _read(timed: Timed, flush: torch.Tensor | None, readings: list[Reading]) -> None:
-    readings.append((timed, _start(timed.step, flush)))
-
-
 def time_in_turn(
     prepared: Sequence[Timed], device: str, seconds: float, rounds: int, fewest: int = 3, drops: bool = False
 ) -> None:
@@ -228,15 +212,16 @@ def time_in_turn(
     warm_up = 1 if device == "cuda" else 0
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda") if device == "cuda" else None
     order, shuffle, started = [timed for timed in prepared if timed.is_ok], random.Random(0).shuffle, time.monotonic()
+    readings: list[tuple[Timed, tuple[Callable[[], float], float]]] = []
+
+    def start(timed: Timed) -> None:
+        readings.append((timed, _start(timed.step, flush)))
+
     for number in range(-warm_up, rounds):
         shuffle(order)
-        readings: list[Reading] = []
+        readings.clear()
         for timed in order:
-            if drops:
-                attempt(partial(_read, timed, flush, readings), timed.found)
-            else:
-                _read(timed, flush, readings)
-        for timed in order:
+            attempt(partial(start, timed), timed.found) if drops else start(timed)
             if not timed.is_ok:
                 timed.milliseconds.clear()
         order = [timed for timed in order if timed.is_ok]

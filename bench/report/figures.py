@@ -15,7 +15,7 @@ from triton_relattn._peaks import OUT_OF_MEMORY
 from ..cases.methods import METHODS, OURS
 from . import summary
 from .rows import is_stalled, number
-from .text import short_bytes, short_time
+from .text import short_bytes, short_time, spread
 
 Row = dict[str, Any]
 Points = Sequence[tuple[int, float]]
@@ -117,29 +117,14 @@ def draw_panel(axes: Any, points: Mapping[str, Points], quantity: str, title: st
     style(axes, title, "sequence length (tokens)", subtitle)
 
 
-def share_range(panels: Sequence[Any], quantity: str) -> None:
-    """Give panels that are compared the same vertical range, that of all their lines."""
-    limits = [limit for axes in panels if axes.lines for limit in axes.get_ylim()]
-    if limits:
-        for axes in panels:
-            set_ticks(axes, limits, quantity)
-
-
 def finding(points: Mapping[str, Points], comparison: str, otherwise: str) -> str:
     """A panel's title, at all lengths: "Dense takes 1.1 to 75 times {comparison}", or what ours takes without a dense method."""
     ratios = over_ours(points)
-    found = {method: sorted(ratio for _, ratio in ratios.get(method, ())) for method in (BEST_DENSE, NO_TERM)}
-    if found[BEST_DENSE]:
-        return f"Dense takes {ends(found[BEST_DENSE])} times {comparison}"
-    if found[NO_TERM]:
-        return f"{ends([1 / ratio for ratio in reversed(found[NO_TERM])])} times {comparison} as SDPA"
+    if BEST_DENSE in ratios:
+        return f"Dense takes {spread(ratio for _, ratio in ratios[BEST_DENSE])} times {comparison}"
+    if NO_TERM in ratios:
+        return f"{spread(1 / ratio for _, ratio in ratios[NO_TERM])} times {comparison} as SDPA"
     return otherwise
-
-
-def ends(ordered: Sequence[float]) -> str:
-    """The first and the last number, one if they are the same."""
-    shown = (f"{number:.0f}" if number >= 10 else f"{number:.1f}" for number in (ordered[0], ordered[-1]))
-    return " to ".join(dict.fromkeys(shown))
 
 
 def over_ours(points: Mapping[str, Points]) -> dict[str, Points]:
@@ -228,7 +213,7 @@ def draw_times(axes: Any, calls: Sequence[tuple[str, Mapping[str, Row]]]) -> Non
     axes.set_xticks([])
     axes.margins(x=0.16)
     axes.set_ylim(bottom - 1.2, -1.3)
-    style(axes, f"{ends(sorted(gains))} times as fast", "dotted: SDPA without positions", "forward + backward, 32 heads of 64")
+    style(axes, f"{spread(gains)} times as fast", "dotted: SDPA without positions", "forward + backward, 32 heads of 64")
     axes.grid(visible=False)
     axes.spines["bottom"].set_visible(False)
 
@@ -252,12 +237,6 @@ def kinds(rows: Sequence[Row], methods: Collection[str]) -> list[list[Row]]:
         for alike in by_size.values()
         if any(len(lines(alike, direction, columns[alike[0]["verb"]], methods)) > 1 for direction in summary.DIRECTIONS)
     ] or list(by_size.values())
-
-
-def drawn_kinds(rows: Sequence[Row], methods: Collection[str]) -> list[list[Row]]:
-    """The rows of each figure row: kinds of more than one length, if there are any."""
-    found = kinds(rows, methods)
-    return [alike for alike in found if len({row["seqlen"] for row in alike}) > 1] or found
 
 
 def lines(rows: Sequence[Row], direction: str, column: str, methods: Collection[str]) -> dict[str, Points]:
@@ -330,27 +309,21 @@ def draw(
             figure.legend(handles.values(), handles.keys(), **where)
 
 
-PANELS: dict[str, tuple[Callable[..., None], str, str]] = {
-    "memory": (draw_memory_panel, "bytes", "Peak memory above the inputs."),
-    "speed": (
-        draw_ratio_panel,
-        "ratio",
-        "Times of interleaved runs.",
-    ),
-}
-"""By verb: what draws a panel, its quantity, and what the caption says."""
-
-
 def draw_directions(verb: str, rows: Sequence[Row], path: Path, methods: Collection[str]) -> None:
-    """The figure of one of PANELS: forward, and forward with backward."""
-    draw_one, quantity, what = PANELS[verb]
+    """The figure of "memory" or "speed": forward, and forward with backward, of all kinds of more than one length, if any."""
+    draw_one = draw_memory_panel if verb == "memory" else draw_ratio_panel
+    what = "Peak memory above the inputs." if verb == "memory" else "Times of interleaved runs."
 
-    def panels(alike: Sequence[Row], axes: Sequence[Any]) -> None:
-        for axis, direction in zip(axes, summary.DIRECTIONS, strict=True):
-            draw_one(axis, alike, direction, methods)
-        share_range(axes, quantity)
+    def panels(alike: Sequence[Row], pair: Sequence[Any]) -> None:
+        """Both panels, with the vertical range of all their lines."""
+        for axes, direction in zip(pair, summary.DIRECTIONS, strict=True):
+            draw_one(axes, alike, direction, methods)
+        if limits := [limit for axes in pair if axes.lines for limit in axes.get_ylim()]:
+            for axes in pair:
+                set_ticks(axes, limits, "bytes" if verb == "memory" else "ratio")
 
-    drawn = drawn_kinds(rows, methods)
+    drawn = kinds(rows, methods)
+    drawn = [alike for alike in drawn if len({row["seqlen"] for row in alike}) > 1] or drawn
     shown = [row for alike in drawn for row in alike]
     if any(row["method"] in (*PYTORCH, "sdpa_cudnn", "plain") and {NO_TERM, row["method"]} & set(methods) for row in shown):
         what += " Dotted: without a relative term, for reference."

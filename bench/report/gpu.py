@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..cases.methods import OURS
 from . import longest, summary
-from .rows import ROOT, is_stalled, number, pivot, read
+from .figures import BEST_DENSE, lines
+from .rows import ROOT, is_stalled, number, read
 from .summary import DENSE, DIRECTIONS
-from .text import digits, markdown_table, short_bytes
+from .text import digits, markdown_table, short_bytes, spread
 
 Row = dict[str, Any]
 Rows = dict[tuple[str, str, str], Row]
 """By case, method and direction."""
 RESULTS = ROOT / "bench" / "results" / "h100"
-EARLIER = "d09a3ce6"
-"""The commit of the rows in the folder "before", which bear the name of the checkout that measured them."""
 BOTH = DIRECTIONS[1]
 FLASH, CUDNN, FLEX = "sdpa_flash", "sdpa_cudnn", "flex_attention"
 SDPA_BIAS = ("sdpa_bias_efficient", "sdpa_bias_cudnn")
-GAIN = 1.05
-"""A larger ratio of two times is no chance."""
 REPEATED = 1.1
 """A call's time repeated if those of two runs differ by no more than this factor."""
 SHOWN = (
@@ -40,10 +37,16 @@ tokens in sequences of 8,192, its untuned kernels, torch 2.14 and Triton 3.8."""
 
 
 @functools.cache
+def load(run: str = "measure") -> list[Row]:
+    """The rows of a run."""
+    return list(read(RESULTS / run / "results.csv"))
+
+
+@functools.cache
 def load_times(group: str | None = None, run: str = "measure") -> Rows:
     """Times of whole calls in a run, of one group or of all."""
-    rows = [row for row in read(RESULTS / run / "results.csv") if row["verb"] == "speed" and row["p50_ms"]]
-    return {(row["case"], row["method"], row["direction"]): row for row in rows if group in (None, row["group"])}
+    rows = (row for row in load(run) if row["verb"] == "speed" and row["p50_ms"] and group in (None, row["group"]))
+    return {(row["case"], row["method"], row["direction"]): row for row in rows}
 
 
 def cases(rows: Rows, **columns: str) -> list[str]:
@@ -52,16 +55,12 @@ def cases(rows: Rows, **columns: str) -> list[str]:
     return sorted(lengths, key=lengths.__getitem__)
 
 
-def commit() -> str:
-    return str(read(RESULTS / "measure" / "results.csv")[0]["commit"])[: len(EARLIER)]
-
-
 def machine() -> str:
     """Where the rows come from."""
-    row = read(RESULTS / "measure" / "results.csv")[0]
+    row = load()[0]
     driver = json.loads((RESULTS / "measure" / "environment.json").read_text())["driver"]
     versions = f"driver {driver}, torch {row['torch'].split('+')[0]}, Triton {row['triton']}"
-    return f"an {row['device']} ({versions}), commit {commit()}"
+    return f"an {row['device']} ({versions}), commit {row['commit'][:8]}"
 
 
 def ratio(row: Row, other: Row) -> float:
@@ -71,12 +70,6 @@ def ratio(row: Row, other: Row) -> float:
 def ratios(rows: Rows, method: str, other: str, direction: str, chosen: Sequence[str] = ()) -> list[float]:
     """How many times as long as the other method one takes, in the chosen cases or in all."""
     return [ratio(rows[case, method, direction], rows[case, other, direction]) for case in chosen or cases(rows)]
-
-
-def spread(found: Iterable[float]) -> str:
-    """The smallest and the largest, one if they are the same."""
-    ordered = sorted(found)
-    return " to ".join(dict.fromkeys(f"{number:.1f}" for number in (ordered[0], ordered[-1])))
 
 
 def time(row: Row) -> str:
@@ -204,38 +197,22 @@ def costs() -> tuple[str, ...]:
 
 def peaks() -> list[Row]:
     """Rows of peak memory with a row of the table per distance."""
-    rows = read(RESULTS / "measure" / "results.csv")
-    return [row for row in rows if row["verb"] == "memory" and row["table"] == "full"]
+    return [row for row in load() if row["verb"] == "memory" and row["table"] == "full"]
 
 
 def memory_sentence() -> str:
     """Peaks of ours and of the leanest dense method, at the longest length that both have."""
-    rows = pivot((row for row in peaks() if row["direction"] == BOTH), ["seqlen"], "peak_bytes")
-    found = {int(length): by_method for (length,), by_method in rows.items()}
-    length = max(n for n, by_method in found.items() if OURS in by_method and by_method.keys() & set(DENSE))
-    dense = min(found[length][name] for name in DENSE if name in found[length])
+    points = lines(peaks(), BOTH, "peak_bytes", (OURS, BEST_DENSE))
+    length, dense = points[BEST_DENSE][-1]
+    ours = dict(points[OURS])[length]
     return (
-        f"With {length:,} tokens and 8 heads, forward + backward peaks at {short_bytes(found[length][OURS])} above the inputs, "
-        f"dense PyTorch at {short_bytes(dense)}."
+        f"With {length:,} tokens and 8 heads, forward + backward peaks at {short_bytes(ours)} above the inputs, dense PyTorch at "
+        f"{short_bytes(dense)}."
     )
 
 
-def shared_rows() -> tuple[Rows, Rows]:
-    """Rows of the calls that were timed now and with the earlier kernels: now, and then."""
-    before = load_times(run="before")
-    now = load_times("long") | load_times("speech") | load_times("t5")
-    return {key: row for key, row in now.items() if key in before}, before
-
-
-def regressions() -> tuple[list[str], list[tuple[Row, Row]]]:
-    """Cases that both versions have, and rows of ours that the earlier one computed faster, each with its row."""
-    rows, before = shared_rows()
-    pairs = [(rows[case, OURS, BOTH], before[case, OURS, BOTH]) for case in cases(rows)]
-    return cases(rows), [pair for pair in pairs if ratio(*pair) > GAIN]
-
-
 def speed() -> str:
-    """Every length and kind of call, beside attention without positions, and what earlier kernels took."""
+    """Every length and kind of call, beside attention without positions, and short calls without launch overhead."""
     rows = load_times("long")
     parts = []
     for width in ("64", "128"):
@@ -256,38 +233,11 @@ def speed() -> str:
             label = f"{name}: {describe(rows[case, OURS, 'forward'])}"
             body.append([label, *(beside_sdpa(rows, case, way) for way in DIRECTIONS)])
     parts.append(markdown_table(["sequences x tokens", *DIRECTIONS], body))
-    return "\n\n".join([*parts, f"Measured on {machine()}.", graphs(), earlier()])
-
-
-def graphs() -> str:
-    """Short calls without launch overhead."""
-    rows = [row for row in read(RESULTS / "measure" / "checks.csv") if (row["part"], row["status"]) == ("graphs", "ok")]
-    rows.sort(key=lambda row: float(row["value"]))
-    calls = load_times("speech")
-    found = [f"{digits(float(row['value']))} ms ({describe(calls[row['case'], OURS, row['direction']])})" for row in rows]
-    return f"As a CUDA graph, without launch overhead, forward + backward takes {', '.join(found)}."
-
-
-def earlier() -> str:
-    """Calls that earlier kernels computed faster, on the same machine within the hour."""
-    (rows, before), again, (compared, slower) = shared_rows(), load_times(run="again"), regressions()
-    body = [[describe(row), digits(number(other, "p50_ms")), time(row), f"{ratio(row, other):.2f}"] for row, other in slower]
-    plain = [key for key in again if key[1] == "plain" and key in before]
-    backward = [ratio(again[key], before[key]) for key in plain if key[2] == "backward"]
-    wide = [key for key, row in before.items() if key[1:] == ("plain", "forward") and row["head_dim"] == "128"]
-    forward = [ratio(rows[key], before[key]) for key in wide]
-    memory = [float(again[key]["peak_bytes"]) / float(before[key]["peak_bytes"]) for key in plain if key[2] == BOTH]
-    before_table = (
-        f"The kernels of {EARLIER} were more than {100 * (GAIN - 1):.0f} % faster in {len(body)} of the {len(compared)} calls "
-        "timed with both, on that machine within the hour:"
-    )
-    after_table = (
-        f"Calls without a table, 15 of which were timed with both, regressed as well: compared with {EARLIER}, their backward "
-        f"takes {spread(backward)} times as long, their forward {spread(forward)} times with heads of 128, and their peak is "
-        f"{spread(memory)} times as high."
-    )
-    head = ["forward + backward, ms", EARLIER, commit(), "ratio"]
-    return f"{before_table}\n\n{markdown_table(head, body)}\n\n{after_table}"
+    checks, calls = read(RESULTS / "measure" / "checks.csv"), load_times("speech")
+    graphs = sorted((row for row in checks if row["part"] == "graphs" and row["value"]), key=lambda row: float(row["value"]))
+    found = [f"{digits(float(row['value']))} ms ({describe(calls[row['case'], OURS, row['direction']])})" for row in graphs]
+    graph = f"As a CUDA graph, without launch overhead, forward + backward takes {', '.join(found)}."
+    return "\n\n".join([*parts, f"Measured on {machine()}.", graph])
 
 
 def beside(rows: Rows, methods: Sequence[str]) -> str:

@@ -72,28 +72,28 @@ def family_title(case: str) -> str:
     return NAMES.get(case, case)
 
 
-def single_sequences(rows: Sequence[Row]) -> list[Row]:
+def singles(rows: Sequence[Row]) -> list[Row]:
+    """Rows of one sequence."""
     return [row for row in rows if str(row["batch"]) == "1" and not row.get("real")]
 
 
 def single_lengths(rows: Sequence[Row]) -> list[int]:
     """The lengths at which single sequences were measured, the shortest first."""
-    return sorted({int(row["seqlen"]) for row in single_sequences(rows) if row["status"] == "ok"})
+    return sorted({int(row["seqlen"]) for row in singles(rows) if row["status"] == "ok"})
 
 
-def values(rows: Sequence[Row], length: int, column: str) -> dict[str, dict[str, float]]:
-    """By family and method, a column of what was measured, forward and backward of one sequence."""
-    wanted = ("forward+backward", str(length), "ok")
-    alike = [row for row in single_sequences(rows) if (row["direction"], str(row["seqlen"]), row["status"]) == wanted]
-    return {case: by_method for (case,), by_method in pivot(alike, ["case"], column).items()}
+def values(rows: Sequence[Row], column: str) -> dict[tuple[str, ...], dict[str, float]]:
+    """By family and length, and then method, a column of what was measured, forward and backward of one sequence."""
+    alike = (row for row in singles(rows) if (row["direction"], row["status"]) == (DIRECTIONS[1], "ok"))
+    return pivot(alike, ["case", "seqlen"], column)
 
 
 def over_ours(rows: Sequence[Row], length: int, column: str) -> Ratios:
     """By family, time or memory of the best stock method over ours."""
     found: Ratios = {}
-    for case, by_method in values(rows, length, column).items():
+    for (case, at), by_method in values(rows, column).items():
         ours, best = by_method.pop(OURS, 0.0), min(by_method.values(), default=0.0)
-        if ours > 0 and best > 0:  # a peak above the inputs may be 0
+        if at == str(length) and ours > 0 and best > 0:  # a peak above the inputs may be 0
             found[case] = best / ours
     return found
 
@@ -130,15 +130,19 @@ def single(rows: Sequence[Row], shown: Sequence[str] | None = None) -> list[str]
     if len(cases) > 1 and all(ups.values()):
         body.append(["geometric mean of all", *(f"{geometric_mean(ups[n].values()):.2f} (of {len(ups[n])})" for n in lengths)])
     parts = [markdown_table(["stock time / ours, by length", *(f"{n:,}" for n in lengths)], body)]
-    methods = list(dict.fromkeys(row["method"] for row in single_sequences(rows)))
+    methods = list(dict.fromkeys(row["method"] for row in singles(rows)))
     for column, unit, scale in (("p50_ms", "time, s", 1e3), ("peak_bytes", "memory, MiB", 2**20)):
-        body = []
-        for case in cases:
-            measured = {n: found for n in lengths if OURS in (found := values(rows, n, column).get(case, {}))}
-            if measured:
-                last = max(measured)
-                cells = (digits(measured[last][method] / scale) if method in measured[last] else "-" for method in methods)
-                body.append([family_title(case), f"{last:,}", *cells])
+        by_length = sorted(values(rows, column).items(), key=lambda item: int(item[0][1]))
+        last = {case: (int(at), found) for (case, at), found in by_length if OURS in found}
+        body = [
+            [
+                family_title(case),
+                f"{last[case][0]:,}",
+                *(digits(found[name] / scale) if name in found else "-" for name in methods),
+            ]
+            for case in cases
+            if case in last and (found := last[case][1])
+        ]
         if body:
             parts.append(markdown_table([unit, "length", *methods], body))
     return parts
@@ -177,7 +181,8 @@ def draw_sentences(rows: Sequence[Row], path: Path) -> None:
         if stock and PACKED in found:
             line = lines[direction].setdefault(f"{family_title(case)}, {batch} sentences", [])
             line.append((float(real), min(stock) / found[PACKED]))
-    below = caption(rows, f"One layer of real width; {SENTENCES}")
+    what = "One layer of real width; lengths of sentences are lognormal, padded to the longest; the fastest stock way."
+    below = caption(rows, what)
     with new_figure(path, below) as figure:
         figure.set_size_inches(WIDTH, 4.2)
         panels = figure.subplots(1, len(DIRECTIONS), sharey=True)
@@ -197,7 +202,6 @@ def draw_sentences(rows: Sequence[Row], path: Path) -> None:
         panels[-1].legend(frameon=False, fontsize=SMALL)
 
 
-SENTENCES = "lengths of sentences are lognormal, padded to the longest; the fastest stock way."
 COMPARISONS = {"p50_ms": ("time", "as long"), "peak_bytes": ("memory", "as much")}
 NAMES_WIDE, BARS_WIDE, COLUMN, ROW, TITLE = 1.75, 1.6, 4.0, 0.19, 0.62  # inches
 
@@ -208,10 +212,18 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     On the left at the longest length of each family, on the right at the shortest of all. Of a single family, all lengths.
     """
     lengths, is_one = single_lengths(rows), len({row["case"] for row in rows}) == 1
+
+    def panels(lengths: Sequence[int], *columns: str) -> list[tuple[Ratios, Sequence[int], str]]:
+        """What there is of the columns: by name, the ratio at a family's longest length, or at each length of a single one."""
+        found: dict[str, Ratios] = {column: {} for column in columns}
+        for column, ratios in found.items():
+            for length in lengths:
+                for case, ratio in over_ours(rows, length, column).items():
+                    ratios[family_title(case) + f", {length:,}" * is_one] = ratio
+        return [(ratios, lengths, column) for column, ratios in found.items() if ratios]
+
     longer = lengths if is_one else lengths[1:] or lengths
-    chosen = [[(longer, "p50_ms"), (longer, "peak_bytes")], *[[(lengths[:1], "p50_ms")]] * (longer != lengths)]
-    columns = [[(at_longest(rows, *panel, is_one), *panel) for panel in column] for column in chosen]
-    columns = [[panel for panel in column if panel[0]] for column in columns]
+    columns = [panels(longer, "p50_ms", "peak_bytes"), *[panels(lengths[:1], "p50_ms")] * (longer != lengths)]
     layers = f"{rows[0]['layers']} layer{'s' * (str(rows[0]['layers']) != '1')} of real width"
     what = (
         f"Forward + backward, {layers}, one sequence; the best stock way; titles: geometric means. Grey: no gain (below {GAIN})."
@@ -228,15 +240,6 @@ def draw(rows: Sequence[Row], path: Path) -> None:
                 bottom -= TITLE + tall
                 axes = figure.add_axes((start / WIDTH, bottom / height, BARS_WIDE / WIDTH, tall / height))
                 draw_bars(axes, found, compared_lengths, *COMPARISONS[measured], is_one)
-
-
-def at_longest(rows: Sequence[Row], lengths: Sequence[int], column: str, every_length: bool) -> Ratios:
-    """By name, the ratio at the longest of the lengths that a family was measured at, or at every length."""
-    found: Ratios = {}
-    for length in lengths:
-        for case, ratio in over_ours(rows, length, column).items():
-            found[family_title(case) + f", {length:,}" * every_length] = ratio
-    return found
 
 
 def draw_bars(axes: Any, found: Ratios, lengths: Sequence[int], what: str, comparison: str, is_one: bool) -> None:

@@ -43,30 +43,18 @@ def device_name(device: str) -> str:
     return f"CPU, {(models or [platform.processor() or platform.machine()])[0]}"
 
 
-def installed(package: str) -> str:
-    """The version of a package, nothing if there is none."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
 def stamp(device: str) -> dict[str, str]:
     """The columns of STAMP, for "cuda", "cpu", or a device that is not there, by its name."""
+    triton = next(iter(importlib.metadata.distributions(name="triton")), None)
     return {
         "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": device_name(device) if device in ("cuda", "cpu") else device,
         "threads": str(torch.get_num_threads()),
         "torch": torch.__version__,
-        "triton": installed("triton"),
+        "triton": "" if triton is None else triton.version,
         "package": __version__,
     }
-
-
-def shown(value: Any) -> Any:
-    """Four digits of a float, other values as they are."""
-    return f"{value:.4g}" if isinstance(value, float) else value
 
 
 class Table:
@@ -82,8 +70,9 @@ class Table:
                 csv_path.unlink(missing_ok=True)
 
     def add(self, row: dict[str, Any]) -> None:
-        """Raises ValueError for a column that there is not."""
-        row = {**dict.fromkeys(self.columns), **{name: shown(value) for name, value in row.items()}, **self.stamp}
+        """Floats get four digits. Raises ValueError for a column that there is not."""
+        shown = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in row.items()}
+        row = {**dict.fromkeys(self.columns), **shown, **self.stamp}
         self.rows.append(row)
         if self.csv_path is not None:
             with self.csv_path.open("a", newline="") as file:

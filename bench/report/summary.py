@@ -35,12 +35,10 @@ def exponent(points: Sequence[tuple[int, float]]) -> float | None:
 
 def describe_table(row: Row) -> str:
     """A call's tables in words: full table, 129 rows, a bias of 33 rows, two full tables."""
-    words = row["table"].removeprefix("clamp ").split()
+    words = row["table"].removeprefix("clamp ").removeprefix("zero ").split()
     size = "" if words[0] == "full" else f"{words[0]} rows"
-    if row["table"] == "none":
-        return "no table"
-    if words[-1] == "alibi":
-        return "ALiBi"
+    if words[-1] in ("none", "alibi"):
+        return "no table" if words[-1] == "none" else "ALiBi"
     if words[-1] == "bias":
         return f"a bias of {size}" if size else "a bias"
     if words[-1] == "p2c":
@@ -102,21 +100,14 @@ def show_bytes(count: float, _ours: float | None) -> str:
     return short_bytes(count)
 
 
-def speed(rows: Sequence[Row]) -> str:
-    """Medians and their ratio to ours."""
-    tables = [across_methods(rows, direction, "p50_ms", show_time) for direction in _directions(rows)]
-    return "\n\n".join([*tables, "Medians; in brackets, time over ours: above 1x ours is faster.\n" + remarks(rows)])
-
-
-def memory(rows: Sequence[Row]) -> str:
-    """Peaks and how they grow."""
-    tables = [across_methods(rows, direction, "peak_bytes", show_bytes) for direction in _directions(rows)]
-    note = "Peak above the inputs; the last line of each: fitted to the longer half of the lengths.\n"
-    return "\n\n".join([*tables, note + remarks(rows)])
-
-
-def _directions(rows: Sequence[Row]) -> list[str]:
-    return list(dict.fromkeys(row["direction"] for row in rows))
+def of_verb(verb: str, rows: Sequence[Row]) -> str:
+    """What the verb prints: of speed medians and their ratio to ours, of memory peaks and how they grow."""
+    column, show, note = {
+        "speed": ("p50_ms", show_time, "Medians; in brackets, time over ours: above 1x ours is faster."),
+        "memory": ("peak_bytes", show_bytes, "Peak above the inputs; last lines: fitted to the longer half of the lengths."),
+    }[verb]
+    tables = [across_methods(rows, direction, column, show) for direction in dict.fromkeys(row["direction"] for row in rows)]
+    return "\n\n".join([*tables, f"{note}\n{remarks(rows)}"])
 
 
 def new_lengths(rows: Sequence[Row]) -> str:

@@ -28,15 +28,17 @@ def markdown_table(header: Sequence[str], body: Sequence[Sequence[str]], others:
     return "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *body))
 
 
-def bullets(*items: str) -> str:
-    """A list in Markdown."""
-    return "\n".join(f"- {item}" for item in items)
-
-
 def digits(value: float) -> str:
     """Three digits: 0.574, 12.0, 26,700."""
     rounded = float(f"{value:.3g}")
     return f"{rounded:,.0f}" if rounded >= 100 else f"{rounded:#.3g}"
+
+
+def spread(numbers: Iterable[float]) -> str:
+    """The smallest and the largest number, one if they are the same: 1.1 to 75."""
+    ordered = sorted(numbers)
+    ends = (f"{number:.0f}" if number >= 10 else f"{number:.1f}" for number in (ordered[0], ordered[-1]))
+    return " to ".join(dict.fromkeys(ends))
 
 
 def short_bytes(count: float) -> str:

@@ -39,19 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_csv(parser)
 
 
-def make_inputs(case: Case, name: str, device: str) -> Inputs:
-    """Full attention with a row for every distance, normally distributed apart from the named case's outliers."""
-    inputs = case.inputs(device, sharp=name == "sharp")
+def measure(name: str, dtype: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for every method. Full attention, a row for every distance; inputs are normally distributed but for outliers."""
+    case = Case(*((4, 16) if name == SHARED else (1, 8)), options.length, 64, dtype=dtype)
+    inputs = case.inputs(options.device, sharp=name == "sharp")
     for tensor, outlier in zip((inputs.query, inputs.key, inputs.rel_key), OUTLIERS.get(name, ()), strict=False):
         assert tensor is not None
         tensor[..., 0] = outlier
-    return inputs
-
-
-def measure(name: str, dtype: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for every method."""
-    case = Case(*((4, 16) if name == SHARED else (1, 8)), options.length, 64, dtype=dtype)
-    inputs = make_inputs(case, name, options.device)
 
     def results(function: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
         return timing.steps(case, function, inputs)["forward+backward"].run()

@@ -57,5 +57,5 @@ def run(options: argparse.Namespace) -> int:
     with interruptible():
         for _, row in zip(named, measure(points, options), strict=False):
             table.add(row)
-    print(summary.memory(table.rows))
+    print(summary.of_verb("memory", table.rows))
     return 1 if any(row["status"].startswith("failed") for row in table.rows) else 0

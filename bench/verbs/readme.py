@@ -12,26 +12,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import geometric_mean
 
-from ..cases.methods import OURS
+from ..cases.methods import METHODS, OURS
 from ..report import figures, gpu, models, summary
+from ..report.figures import BEST_DENSE
 from ..report.rows import ROOT, pivot, read
-from ..report.summary import DENSE
-from ..report.text import bullets, digits, markdown_table, short_bytes, short_time
+from ..report.text import digits, markdown_table, short_bytes, short_time, spread
 from . import accuracy
 from .options import new_folder
 
-PAGES = (
-    *(
-        "README.md",
-        "docs/long-audio.md",
-        "docs/sentences.md",
-        "docs/benchmarks.md",
-        "docs/benchmarks-cpu.md",
-        "docs/benchmarks-models.md",
-        "docs/numerics.md",
-    ),
-    "examples/README.md",
-)
+DOCS = ("long-audio", "sentences", "benchmarks", "benchmarks-cpu", "benchmarks-models", "numerics")
+PAGES = ("README.md", *(f"docs/{page}.md" for page in DOCS), "examples/README.md")
 PART = re.compile(r"(<!-- begin (\S+): python -m bench readme -->\n).*?(\n<!-- end -->\n)", re.DOTALL)
 RESULTS = ROOT / "bench" / "results" / "cpu"
 LENGTH = 8192
@@ -41,8 +31,8 @@ SHOWN = (
     *("inkling", "gemma4", "sam"),
 )
 """Families of models in the tables of docs/transformers.md."""
-Measured = dict[int, dict[str, float]]
-"""By length and method."""
+Measured = dict[str, dict[int, float]]
+"""By method and length."""
 
 
 def load(*files: str) -> list[dict[str, str]]:
@@ -50,34 +40,21 @@ def load(*files: str) -> list[dict[str, str]]:
 
 
 def measured(file: str, direction: str, column: str) -> Measured:
-    """A column of a file's rows; the best dense method is "dense"."""
-    rows = (row for row in load(file) if (row["direction"], row["status"]) == (direction, "ok"))
-    found = {int(length): by_method for (length,), by_method in pivot(rows, ["seqlen"], column).items()}
-    for by_method in found.values():
-        if dense := [by_method[method] for method in DENSE if method in by_method]:
-            by_method["dense"] = min(dense)
-    return found
+    """A column of a file's rows, of the best dense method as well."""
+    return {name: dict(points) for name, points in figures.lines(load(file), direction, column, (*METHODS, BEST_DENSE)).items()}
 
 
 def ratios(times: Measured, method: str, other: str) -> str:
     """The smallest and the largest ratio of two methods, over all lengths that have both."""
-    found = [times[n][method] / times[n][other] for n in times if method in times[n] and other in times[n]]
-    return f"{min(found):.1f} to {max(found):.1f}"
-
-
-def speed() -> tuple[Measured, Measured, str, str]:
-    """Times forward, and with the backward; the lengths at which there is a dense method, and all of them, in words."""
-    forward, both = (measured("speed.csv", direction, "p50_ms") for direction in summary.DIRECTIONS)
-    longest_dense = max(length for length in both if "dense" in both[length])
-    return forward, both, f"{min(both)} to {longest_dense:,}", f"{min(both)} to {max(both):,}"
+    return spread(times[method][length] / times[other][length] for length in times[method].keys() & times[other])
 
 
 def on_cpu() -> str:
     """README's sentence about machines without a GPU."""
-    memory = measured("memory.csv", "forward+backward", "peak_bytes")[LENGTH]
+    memory = measured("memory.csv", "forward+backward", "peak_bytes")
     both = measured("speed.csv", "forward+backward", "p50_ms")
     row = next(row for row in load("speed.csv") if row["status"] == "ok")
-    ours, dense = ((short_bytes(memory[name]), short_time(both[LENGTH][name])) for name in (OURS, "dense"))
+    ours, dense = ((short_bytes(memory[name][LENGTH]), short_time(both[name][LENGTH])) for name in (OURS, BEST_DENSE))
     gain, none = (geometric_mean(models.over_ours(load("models.csv"), length, "p50_ms").values()) for length in (2048, 512))
     return (
         f"**On a CPU** it is plain PyTorch, block by block: {LENGTH:,} tokens, forward + backward, take {' and '.join(ours)}, "
@@ -87,28 +64,19 @@ def on_cpu() -> str:
     )
 
 
-def models_sentence(length: int) -> str:
-    """How much faster layers of models are at a length: the mean, the worst and the best."""
-    found = list(models.over_ours(load("models.csv"), length, "p50_ms").values())
-    mean, spread = geometric_mean(found), f"{min(found):.1f} to {max(found):.1f}"
-    if mean < models.GAIN:
-        return f"With {length:,} tokens there is no gain on average: {mean:.2f} times ({spread}, {len(found)} models)."
-    text = f"One layer of a transformers model is {mean:.1f} times as fast as stock with {length:,} tokens"
-    return f"{text} ({spread}; geometric mean of {len(found)} models, one sequence)."
-
-
 def claims() -> str:
     """How fast ours is, beside dense methods, other packages and attention without a term: the worst and the best length."""
-    forward, both, dense_lengths, lengths = speed()
+    forward, both = (measured("speed.csv", direction, "p50_ms") for direction in summary.DIRECTIONS)
+    shortest, longest, longest_dense = min(both[OURS]), max(both[OURS]), max(both[BEST_DENSE])
     text = (
-        f"At lengths {dense_lengths} the forward is {ratios(forward, 'dense', OURS)} times as fast as the "
-        f"fastest of {', '.join(f'`{name}`' for name in DENSE)}, with the backward {ratios(both, 'dense', OURS)} times. "
+        f"At lengths {shortest} to {longest_dense:,} the forward is {ratios(forward, BEST_DENSE, OURS)} times as fast as the "
+        f"fastest of {', '.join(f'`{name}`' for name in summary.DENSE)}, with the backward {ratios(both, BEST_DENSE, OURS)} "
+        "times. "
     )
     for method, name in PEERS.items():
-        if any(method in by_method for by_method in forward.values()):
-            text += f"{name} takes {ratios(forward, method, OURS)} times as long forward; it has no backward on a CPU. "
+        text += f"{name} takes {ratios(forward, method, OURS)} times as long forward; it has no backward on a CPU. "
     return (
-        f"{text}At lengths {lengths} ours takes {ratios(forward, OURS, 'sdpa')} times as long as `sdpa` takes "
+        f"{text}At lengths {shortest} to {longest:,} ours takes {ratios(forward, OURS, 'sdpa')} times as long as `sdpa` takes "
         f"without a term, with the backward {ratios(both, OURS, 'sdpa')} times."
     )
 
@@ -134,7 +102,7 @@ def huang() -> str:
     """Peaks of one causal head, in MB."""
     peaks = measured("huang.csv", "forward", "peak_bytes")
     methods = ("shaw_gather", "skewing", OURS, "plain")
-    body = [[f"{n:,}", *(f"{peaks[n][method] / 1e6:,.1f}" for method in methods)] for n in sorted(peaks)]
+    body = [[f"{n:,}", *(f"{peaks[method][n] / 1e6:,.1f}" for method in methods)] for n in peaks[OURS]]
     return markdown_table(["length", *methods], body)
 
 
@@ -150,9 +118,15 @@ def model_tables() -> str:
     """Some families: how much faster at each length, time and memory at their longest one."""
     rows = load("models.csv")
     shortest = models.single_lengths(rows)[0]
-    worst, *_, best = sorted((ratio, case) for case, ratio in models.over_ours(rows, shortest, "p50_ms").items())
+    found = models.over_ours(rows, shortest, "p50_ms")
+    worst, *_, best = sorted((ratio, case) for case, ratio in found.items())
     extremes = " and ".join(f"{ratio:.2f} ({models.family_title(case)})" for ratio, case in (worst, best))
-    return f"{models.tables(rows, SHOWN)}\n{models_sentence(shortest)} The extremes are {extremes}.{machine(rows)}"
+    mean = geometric_mean(found.values())
+    sentence = (
+        f"With {shortest:,} tokens there is {'no' if mean < models.GAIN else 'a'} gain on average: {mean:.2f} times "
+        f"({spread(found.values())}, {len(found)} models). The extremes are {extremes}."
+    )
+    return f"{models.tables(rows, SHOWN)}\n{sentence}{machine(rows)}"
 
 
 def sentences() -> str:
@@ -182,7 +156,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "models-bf16": lambda: models.ratios(load("models_bf16.csv")),
     "sentences": sentences,
     "music": music,
-    "gpu": lambda: f"{gpu.first()}\n\n{bullets(*gpu.gains(), *gpu.costs(), on_cpu())}",
+    "gpu": lambda: "\n\n- ".join([gpu.first(), "\n- ".join([*gpu.gains(), *gpu.costs(), on_cpu()])]),
     "hour": gpu.hour,
     "gpu-speed": gpu.speed,
     "gpu-baselines": gpu.baselines,
@@ -209,11 +183,10 @@ def written(page: str) -> str:
 def draw(folder: Path) -> list[Path]:
     """The H100's figures: memory and time side by side for README, memory, and time against the length for the benchmarks."""
     first, memory, times = (folder / f"{name}.png" for name in ("h100", "memory", "speed"))
-    rows = read(gpu.RESULTS / "measure" / "results.csv")
+    full = gpu.peaks()
     with figures.new_figure(first, f"{gpu.machine().removeprefix('an ')}: bfloat16. Dense: eager PyTorch.") as drawn:
         drawn.set_size_inches(figures.WIDTH, 3.7)
         left, right = drawn.subplots(1, 2)
-        full = [row for row in rows if (row["verb"], row["table"]) == ("memory", "full")]
         points = figures.lines(full, gpu.BOTH, "peak_bytes", figures.LEADING)
         dense, ours = points[figures.BEST_DENSE][-1], dict(points[OURS])
         title = f"1/{dense[1] / ours[dense[0]]:.0f} of the memory at {figures.short_length(dense[0])} tokens"
@@ -227,7 +200,7 @@ def draw(folder: Path) -> list[Path]:
         figures.draw_times(right, gpu.shown())
         drawn.tight_layout(rect=(0, 0.06, 1, 1), w_pad=1.5)
     figures.draw_directions("memory", full, memory, tuple(figures.LEADING))
-    long = [row for row in rows if (row["verb"], row["group"], row["head_dim"]) == ("speed", "long", "64")]
+    long = [row for row in gpu.load() if (row["verb"], row["group"], row["head_dim"]) == ("speed", "long", "64")]
     figures.draw_directions("speed", long, times, tuple(figures.LEADING))
     return [first, memory, times]
 

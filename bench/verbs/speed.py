@@ -38,7 +38,8 @@ COLUMNS = (
 NEW_LENGTHS_COLUMNS = ("verb", "case", "method", "status", "lengths", "first_ms", "again_ms", "kept_bytes")
 """first_ms, again_ms: of all lengths. kept_bytes: by how much the process has grown after the first time."""
 ROUNDS = 40
-TESTS = ["tests/operator/test_papers.py", *(f"tests/cpu/test_{name}.py" for name in ("blockwise", "delta", "baselines"))]
+BASELINES = "tests/cpu/test_bench.py::test_baselines_equal_the_reference"
+TESTS = ["tests/operator/test_papers.py", "tests/cpu/test_blockwise.py", BASELINES]
 """Tests of the implementation that a CPU has, against the reference, and of the baselines."""
 SHORTEST, LONGEST = 150, 900  # of new lengths
 UNIT = "ms"
@@ -127,7 +128,15 @@ class Failures:
 
 def run(options: argparse.Namespace) -> int:
     if options.list:
-        return print_list(options.device)
+        for name, group in cases.GROUPS.items():
+            print(f"{name}{' (default here)' * (name in cases.default_groups(options.device))}")
+            print("".join(f"  {case}\n" for case in group))
+        probe = cases.GROUPS["cpu"][0]
+        body = [
+            (name, method.kind, method.what, method.why_not(probe, options.device) or "yes") for name, method in METHODS.items()
+        ]
+        print(text_table(("method", "kind", "what", "runs here"), body))
+        return 0
     if options.new_lengths:
         return run_new_lengths(options)
     chosen = chosen_cases(options, cases.default_groups(options.device))
@@ -145,7 +154,7 @@ def run(options: argparse.Namespace) -> int:
             failures.remember(case, rows)
             for row in rows:
                 table.add(row)
-    print(summary.speed(table.rows))
+    print(summary.of_verb("speed", table.rows))
     return 1 if any(row["status"].startswith(("wrong", "failed")) for row in table.rows) else 0
 
 
@@ -163,17 +172,6 @@ def timers(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], dict
             directions = options.directions or default_directions(options.device)
             timed = [timing.Timed(OURS, direction, step=steps[direction]) for direction in directions]
             yield f"{case}{', no table' * (method != OURS)}", partial(timing.time_once, timed, options.device)
-
-
-def print_list(device: str) -> int:
-    """Print cases and methods."""
-    for name, group in cases.GROUPS.items():
-        print(f"{name}{' (default here)' * (name in cases.default_groups(device))}")
-        print("".join(f"  {case}\n" for case in group))
-    probe = cases.GROUPS["cpu"][0]
-    body = [(name, method.kind, method.what, method.why_not(probe, device) or "yes") for name, method in METHODS.items()]
-    print(text_table(("method", "kind", "what", "runs here"), body))
-    return 0
 
 
 def new_lengths(count: int) -> list[int]:

@@ -156,6 +156,12 @@ def test_a_red_gate_prints_no_number(verb: str, bench: Bench, monkeypatch: pytes
     assert not bench(f"{verb} --cases small --device cpu", 1)
 
 
+def test_the_gate_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests that run before a measurement exist."""
+    monkeypatch.setattr(speed, "TESTS", [*speed.TESTS, "--collect-only"])
+    assert speed.tests_pass("cpu")
+
+
 @pytest.mark.parametrize("verb", ["speed --seconds 0", "memory"])
 def test_a_call_of_ones_own(verb: str, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """--shape replaces the default cases, for both time and memory."""
@@ -395,7 +401,9 @@ def test_baselines_equal_the_reference(name: str, length: int, num_rows: int, is
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize(
-    "changes", [{}, {"is_causal": True}, {"rows": 9}, {"terms": ("rel_key", "rel_p2c")}, {"terms": BIAS}], ids=str
+    "changes",
+    [{}, {"is_causal": True}, {"rows": 9}, {"terms": ("rel_key", "rel_p2c")}, {"terms": BIAS}, {"terms": BIAS, "is_alibi": True}],
+    ids=str,
 )
 def test_methods_of_others_are_set_up_right(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """FlexAttention (not compiled here), SDPA with a dense bias, and ONNX Runtime, if installed, give the right result on a CPU.

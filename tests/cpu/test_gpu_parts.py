@@ -21,7 +21,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from bench.cases.attention import Case
+from bench.cases.attention import P2C, TRANSFORMER_XL, Case
 from bench.gpu import __main__ as gpu
 from bench.gpu import checks
 from bench.gpu import report as reports
@@ -118,9 +118,16 @@ def test_what_a_check_found_to_be_wrong_is_not_timed(options: argparse.Namespace
         assert kind(other) not in wrong
 
 
-@pytest.mark.parametrize(
-    "case", [Case(3, 4, 33, 16, True, 9, "fp32", 2), Case(1, 2, 20, 16, dtype="fp32", terms=("rel_bias",))], ids=str
-)
+ONE_HEAD = {
+    "grouped heads": Case(3, 4, 33, 16, True, 9, "fp32", 2),
+    "grouped heads, own query": Case(2, 4, 33, 16, True, 9, "fp32", 2, rel_dim=8, outside="zero"),
+    "a bias": Case(1, 2, 20, 16, dtype="fp32", terms=("rel_bias",)),
+    "tables of a head": Case(2, 4, 33, 16, dtype="fp32", **TRANSFORMER_XL),
+    "two tables": Case(2, 4, 33, 16, dtype="fp32", terms=P2C),
+}
+
+
+@pytest.mark.parametrize("case", ONE_HEAD.values(), ids=ONE_HEAD)
 def test_one_head_of_two_sequences(case: Case) -> None:
     """The head that is compared in a long call equals that head of the whole call, and a wrong head of the last sequence is
     detected."""

@@ -53,10 +53,6 @@ class TestRun:
     failures: dict[str, str]
     output: str
 
-    @property
-    def last_line(self) -> str:
-        return self.output.strip().splitlines()[-1] if self.output.strip() else ""
-
 
 def source_files(root: Path) -> list[str]:
     """Return tracked files, and untracked ones that git does not ignore."""
@@ -150,11 +146,6 @@ class Runner:
         status, output = self.run((*PYTEST, *(f"--ignore={file}" for file in self.ignored), *arguments), cwd, tests, seconds)
         return TestRun(status, failures(output), output)
 
-    def imported_from(self, cwd: Path) -> Path:
-        """The folder that tests in a copy import the package from."""
-        _, output = self.run(("-c", f"import {self.package}; print({self.package}.__file__)"), cwd, (), self.quick_seconds)
-        return Path(output.strip().splitlines()[-1]).resolve()
-
     def check_imports(self) -> None:
         """Check that copies are tested, and not the installed package.
 
@@ -162,7 +153,9 @@ class Runner:
             RuntimeError: they are not.
         """
         with copied(self.root) as copy:
-            if copy not in (origin := self.imported_from(copy)).parents:
+            where = f"import {self.package}; print({self.package}.__file__)"
+            origin = Path(self.run(("-c", where), copy, (), self.quick_seconds)[1].strip().splitlines()[-1]).resolve()
+            if copy not in origin.parents:
                 raise RuntimeError(f"a copy in {copy} imports {origin}")
 
     def attempt(self, fault: Fault) -> Outcome:
@@ -190,7 +183,7 @@ class Runner:
                 if first and result.status in (NO_SUCH_TEST, NOTHING_COLLECTED):
                     continue
                 if result.status != 0:  # an error of the import, or no end
-                    return Outcome(fault, BROKEN, detail=result.last_line, seconds=seconds)
+                    return Outcome(fault, BROKEN, detail=result.output.strip().rpartition("\n")[2], seconds=seconds)
         ran = [test for tests in fault.stages if tests != fault.tests for test in tests]
         return Outcome(fault, SURVIVED, detail=f"all of {', '.join(ran)}", seconds=seconds)
 

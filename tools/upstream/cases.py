@@ -139,8 +139,7 @@ class Tester:
         return config, self.subject.inputs(config)
 
 
-def enable_when_called() -> None:
-    """Enable models when they, or models that contain them, are called first."""
+if os.environ.get("ENABLED"):  # models are enabled when they, or models that contain them, are called first
     call, called = nn.Module.__call__, weakref.WeakSet[nn.Module]()
 
     def enabled_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -154,10 +153,6 @@ def enable_when_called() -> None:
         return call(self, *args, **kwargs)
 
     nn.Module.__call__ = enabled_call  # type: ignore[method-assign]
-
-
-if os.environ.get("ENABLED"):
-    enable_when_called()
 COMMON = common_tests()
 for subject in subjects():
     attributes = {
