@@ -9,31 +9,53 @@ if there is a rel_value, in the workspace.
 import triton
 import triton.language as tl
 
-from .logits import Keys, Queries, key_table, relative_terms, score_table, tile_logits, value_table
-from .tile.addressing import head_matrix, key_order, load_rows, row_vector, side_vector, store_end_rows, store_rows
-from .tile.band import blocks_before, whole_tile
+from .tile.band import blocks_before, reached_table, whole_tile
+from .tile.blocks import (
+    FAR,
+    NEAR,
+    exists,
+    first_part,
+    head_matrix,
+    keep_mask,
+    key_order,
+    load_rows,
+    locate,
+    loop_position,
+    part_range,
+    query_range,
+    row_vector,
+    side_vector,
+    stop_part,
+    store_end_rows,
+    store_rows,
+)
 from .tile.key_terms import (
     add_far_queries,
     add_key_end_rows,
+    add_key_rows,
     far_query_sums,
     in_natural_order,
-    multiply_key_band,
     natural_keys,
     reached_by_keys,
 )
-from .tile.masking import FAR, NEAR, exists, first_part, keep_mask, locate, loop_position, part_range, query_range, stop_part
-from .tile.scores import (
+from .tile.logits import (
     LN_2,
+    Keys,
+    Queries,
     exponent_scale,
     is_linear,
+    key_table,
     load_softmax_stats,
     probabilities,
     rel_unit,
+    relative_terms,
     score_gradients,
+    score_table,
     settled,
+    tile_logits,
     tile_scores,
+    value_table,
 )
-from .tile.table import reached_table
 from .workspace.stored import first_column_key, store_tile, window_in_table
 
 
@@ -200,7 +222,7 @@ def dkv_kernel(
                         # [N, M] @ [M, D] -> [N, D]
                         d_key = settled(tl.dot(tl.trans(d_scores), query, d_key, input_precision=TILE.precision))
                         if PART == NEAR and inputs.rel_p2c is not None:
-                            d_key = multiply_key_band(d_key, d_scores, reached, relative, common.scaling, TILE)
+                            d_key = add_key_rows(d_key, d_scores, reached, relative, common.scaling, TILE)
         # Queries beyond a clamped rel_p2c have one of its end rows
         if inputs.far_keys is not None and WANTS_SCORES:
             past, future = far_query_sums(far_sums)

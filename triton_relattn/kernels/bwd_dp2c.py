@@ -10,11 +10,37 @@ number.
 import triton
 import triton.language as tl
 
-from .tile.addressing import head_matrix, load_rows, store_rows
-from .tile.key_terms import keys_at, near_queries, rotate_columns
-from .tile.masking import exists, locate, visible
-from .tile.scores import rel_unit
+from .tile.blocks import exists, head_matrix, key_order, load_rows, locate, near_keys, store_rows, visible
+from .tile.logits import rel_unit
 from .workspace.stored import first_column_key, stored_part, table_bh_range, table_share, window_in_table
+
+
+@triton.jit
+def keys_at(highest, first_key, stop_key, place, window, TILE: tl.constexpr):
+    """Return (start, stop) of the stored keys that a query has at one of M distances up to highest; start rounded to a tile."""
+    start = tl.maximum(highest + place.query_offset - (TILE.block_m - 1), tl.maximum(first_key, place.first_key))
+    stop = tl.minimum(tl.minimum(place.num_keys, stop_key), place.num_queries + place.query_offset + highest)
+    if window[1] is not None:
+        stop = tl.where(highest - (TILE.block_m - 1) > window[1], 0, stop)
+    if window[0] is not None:
+        stop = tl.where(highest < -window[0], 0, stop)
+    return start // TILE.block_n * TILE.block_n, stop
+
+
+@triton.jit
+def near_queries(offs_n, first, last, place, LAYOUT: tl.constexpr):
+    """Return (start, stop) of the queries that the dkv kernel takes for near to a key, with a clamped table."""
+    key_start = offs_n // LAYOUT.block_n * LAYOUT.block_n
+    start, stop = near_keys(key_start, -last, -first, -place.query_offset, LAYOUT.block_n, LAYOUT.block_m)
+    return start, tl.minimum(stop, place.num_queries)
+
+
+@triton.jit
+def rotate_columns(tile, TILE: tl.constexpr):
+    """Rotate column n by n places back: ``rotated[m, n] = tile[(m + n) mod M, n]``; n is the place of its key."""
+    M: tl.constexpr = TILE.block_m
+    index = (tl.arange(0, M)[:, None] + key_order(TILE)[None, :]) % M
+    return tl.gather(tile, tl.broadcast_to(index, (M, TILE.block_n)), axis=0)
 
 
 @triton.jit(do_not_specialize=["first_program", "stop_program", "first", "last", "num_heads"])

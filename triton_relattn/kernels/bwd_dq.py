@@ -12,44 +12,47 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .logits import Keys, Queries, key_table, relative_terms, score_table, tile_logits, value_table
-from .tile.addressing import (
-    head_matrix,
-    key_order,
-    load_past_future,
-    load_queries,
-    load_rows,
-    row_vector,
-    store_end_rows,
-    store_rows,
-)
-from .tile.band import blocks_before, next_terms
-from .tile.key_terms import natural_keys
-from .tile.masking import (
+from .tile.band import add_end_rows, add_far_tile, blocks_before, next_terms, reached_positions
+from .tile.blocks import (
     FAR,
     NEAR,
     exists,
     first_part,
+    head_matrix,
     keep_mask,
+    key_order,
     key_range,
+    load_past_future,
+    load_queries,
+    load_rows,
     locate_queries,
     loop_position,
     part_range,
+    row_vector,
     stop_part,
+    store_end_rows,
+    store_rows,
 )
-from .tile.scores import (
+from .tile.key_terms import natural_keys
+from .tile.logits import (
     LN_2,
+    Keys,
+    Queries,
     exponent_scale,
     is_linear,
+    key_table,
     lane_consistent,
     load_softmax_stats,
     probabilities,
     rel_unit,
+    relative_terms,
     score_gradients,
+    score_table,
     settled,
+    tile_logits,
     tile_scores,
+    value_table,
 )
-from .tile.table import add_end_rows, add_far_tile, reached_positions
 
 
 class EndRows(NamedTuple):

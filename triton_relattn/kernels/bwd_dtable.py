@@ -35,9 +35,8 @@ n + 1. Only positions that all passes have seen are complete: N - STEP + 1 of th
 import triton
 import triton.language as tl
 
-from .tile.addressing import head_matrix, load_rows, row_vector, store_rows
-from .tile.masking import locate
-from .tile.scores import rel_unit
+from .tile.blocks import head_matrix, load_rows, locate, row_vector, store_rows
+from .tile.logits import rel_unit
 from .workspace.stored import (
     first_column_key,
     load_tile,

@@ -11,11 +11,9 @@ then this kernel computes the second sum, and dq_kernel the first.
 import triton
 import triton.language as tl
 
-from .logits import score_table
-from .tile.addressing import head_matrix, load_rows, store_rows
-from .tile.masking import exists, first_key, last_key, locate
-from .tile.scores import LN_2, rel_unit, settled
-from .tile.table import reached_positions, reached_table, table_rows
+from .tile.band import reached_positions, reached_table, table_rows
+from .tile.blocks import exists, first_key, head_matrix, last_key, load_rows, locate, store_rows
+from .tile.logits import LN_2, rel_unit, score_table, settled
 from .workspace.stored import first_column_key, load_tile, query_step, readable_keys, stored_part, window_in_table
 
 

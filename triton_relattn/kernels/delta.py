@@ -19,11 +19,9 @@ import triton.language as tl
 from .call import Call, cdiv
 from .config.tile_config import TileConfig
 from .draft import Slot
-from .logits import key_table, score_table, value_table
-from .tile.addressing import head_matrix, load_rows, row_vector, store_past_future
-from .tile.masking import exists, locate
-from .tile.scores import lane_consistent
-from .tile.table import far_terms
+from .tile.band import far_terms
+from .tile.blocks import exists, head_matrix, load_rows, locate, row_vector, store_past_future
+from .tile.logits import key_table, lane_consistent, score_table, value_table
 
 CONFIG = TileConfig(64, 64, 4, 1)
 RESIDUAL_SCALE = tl.constexpr(2048.0)

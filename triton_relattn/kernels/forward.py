@@ -5,31 +5,47 @@ import triton
 import triton.language as tl
 
 from .._core.spec import AttentionSpec, AttentionTensors
-from .call import Call, cdiv
+from .call import Call, cdiv, with_aligned_operands, with_positive_scale
 from .config.tile_config import TileConfig
 from .delta import RESIDUAL_SCALE, launch_far_keys
-from .draft import Draft
-from .logits import Keys, Queries, key_table, relative_terms, score_table, tile_logits, value_table
-from .operands import new_like, strided, with_aligned_operands, with_positive_scale
+from .draft import Draft, strided
 from .plan import Key, Plan, Template, find
 from .splits import launch_merge, num_key_splits, split_range
-from .tile.addressing import head_matrix, key_order, load_queries, load_rows, row_vector, store_past_future, store_rows
-from .tile.band import add_tile, blocks_before
-from .tile.key_terms import natural_keys
-from .tile.masking import (
+from .tile.band import add_end_rows, add_far_tile, add_tile, blocks_before, far_terms, reached_positions, reached_table
+from .tile.blocks import (
     FAR,
     NEAR,
     exists,
     first_part,
+    head_matrix,
     keep_mask,
+    key_order,
     key_range,
+    load_queries,
+    load_rows,
     locate_queries,
     loop_position,
     part_range,
+    row_vector,
     stop_part,
+    store_past_future,
+    store_rows,
 )
-from .tile.scores import LN_2, exponent_scale, is_linear, settled, softmax_update
-from .tile.table import add_end_rows, add_far_tile, far_terms, reached_positions, reached_table
+from .tile.key_terms import natural_keys
+from .tile.logits import (
+    LN_2,
+    Keys,
+    Queries,
+    exponent_scale,
+    is_linear,
+    key_table,
+    relative_terms,
+    score_table,
+    settled,
+    softmax_update,
+    tile_logits,
+    value_table,
+)
 
 
 @triton.jit(do_not_specialize=["first", "last", "num_heads"])
@@ -199,7 +215,7 @@ def plan_forward(key: Key) -> Template:
     tensors, (spec, config, keeps_residual) = AttentionTensors(*draft.given), key.options
     query = tensors.query
     entries, heads, num_queries, _ = query.shape
-    out = new_like(draft, query, tensors.value.shape[3])
+    out = draft.new_like(query, tensors.value.shape[3])
     lse = draft.new((entries, heads, num_queries), torch.float32) if spec.with_lse else None
     softmax_stats = draft.new((entries, heads, 2, num_queries), torch.float32)
     residual = draft.new(out.shape, out.dtype, out.strides) if keeps_residual else None

@@ -9,10 +9,9 @@ import triton.language as tl
 
 from .call import Call, cdiv
 from .config.tile_config import TileConfig
-from .draft import Slot
-from .operands import strided
-from .tile.addressing import head_matrix, load_rows, row_vector, side_vector, store_past_future, store_rows
-from .tile.scores import LN_2, exponent_scale
+from .draft import Slot, strided
+from .tile.blocks import head_matrix, load_rows, row_vector, side_vector, store_past_future, store_rows
+from .tile.logits import LN_2, exponent_scale
 
 LEAST_KEYS = 1024  # keys of a program, at least: for fewer, merging takes longer than it saves
 BLOCK_M = 16
@@ -20,7 +19,7 @@ BLOCK_M = 16
 
 @triton.jit
 def split_range(key_first, key_stop, near_start, near_stop, TILE: tl.constexpr):
-    """Return masking.key_range for program_id(1) of the num_programs(1) programs that share the keys."""
+    """Return blocks.key_range for program_id(1) of the num_programs(1) programs that share the keys."""
     tiles = tl.cdiv(tl.maximum(key_stop - key_first, 0), TILE.block_n)
     keys = tl.cdiv(tiles, tl.num_programs(1)) * TILE.block_n
     first = tl.minimum(key_first + tl.program_id(1) * keys, key_stop)

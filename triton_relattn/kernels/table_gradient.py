@@ -20,8 +20,7 @@ import triton.language as tl
 from .._core.spec import TABLES, AttentionTensors, is_per_head
 from .call import Call, cdiv
 from .config.tile_config import TileConfig
-from .draft import Slot
-from .operands import Strided
+from .draft import Slot, Strided
 from .workspace.planning import Workspace
 from .workspace.stored import program_rows, query_step
 

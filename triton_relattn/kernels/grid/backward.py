@@ -16,15 +16,13 @@ import triton.language as tl
 
 from ..._core.dtypes import without_autocast
 from ..._core.grids import GridTensors
-from ..call import PerQuery, cdiv
+from ..call import PerQuery, aligned, cdiv
 from ..config.tile_config import TileConfig
 from ..delta import row_products
-from ..draft import Draft
-from ..operands import aligned, contiguous, strided
+from ..draft import Draft, strided
 from ..plan import Key, Template, find
-from ..tile.addressing import head_matrix, load_rows, row_vector, store_rows
-from ..tile.masking import keep_mask, locate, locate_queries
-from ..tile.scores import (
+from ..tile.blocks import head_matrix, keep_mask, load_rows, locate, locate_queries, row_vector, store_rows
+from ..tile.logits import (
     LN_2,
     exponent_scale,
     lane_consistent,
@@ -267,7 +265,7 @@ def plan_backward(key: Key) -> Template:
     call = GridCall(draft, tensors, scale, dropout_p, (out, d_out, wide_d_query))
     dq_tile, dkv_tile = (call.tile(kernel, dict(tiles or ()).get(kernel)) for kernel in ("dq", "dkv"))
     deltas = draft.temporary(query.shape[:3])
-    per_query = PerQuery(strided(contiguous(draft, softmax_stats)), deltas.strided)  # type: ignore[arg-type]
+    per_query = PerQuery(strided(draft.contiguous(softmax_stats)), deltas.strided)  # type: ignore[arg-type]
     sums = call.new_sums(dq_tile.block_n) if needs_grad[0] or needs_grad[3] or needs_grad[4] else None
     if sums is not None or d_key is not None:
         call.launch(

@@ -11,10 +11,9 @@ import torch
 from ..._core.dtypes import without_autocast
 from ..._core.grids import GridTensors, grid_terms
 from ..._core.spec import AttentionSpec, AttentionTensors
-from ..call import Call, cdiv
+from ..call import Call, cdiv, with_aligned_operands, with_positive_scale
 from ..config.tile_config import TileConfig
 from ..draft import Draft, Slot
-from ..operands import with_aligned_operands, with_positive_scale
 from .tile import Cut, Grid
 
 MIN_COLUMNS = 8

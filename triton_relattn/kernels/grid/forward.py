@@ -9,9 +9,8 @@ from ..call import cdiv
 from ..config.tile_config import TileConfig
 from ..draft import Draft
 from ..plan import Key, Template, find
-from ..tile.addressing import head_matrix, load_rows, store_past_future, store_rows
-from ..tile.masking import keep_mask, locate_queries
-from ..tile.scores import exponent_scale, settled, softmax_update, tile_scores
+from ..tile.blocks import head_matrix, keep_mask, load_rows, locate_queries, store_past_future, store_rows
+from ..tile.logits import exponent_scale, settled, softmax_update, tile_scores
 from .call import GridCall
 from .tile import first_strip, load_column_terms, load_row_terms, strip_at, tile_keys, with_terms
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..tile.scores import lane_consistent
+from ..tile.logits import lane_consistent
 
 
 class Cut(NamedTuple):
@@ -176,7 +176,7 @@ def with_terms(products, row_terms, column_terms, CUT: tl.constexpr):
 
 @triton.jit
 def sums_by_place(tile, CUT: tl.constexpr):
-    """Sum up a tile [M, N] by its lines, [M, lines], which are lane_consistent (scores.py), and by columns, [M, columns]."""
+    """Sum up a tile [M, N] by its lines, [M, lines], which are lane_consistent (logits.py), and by columns, [M, columns]."""
     if CUT.lines == 1:
         return lane_consistent(tl.sum(tile, axis=1), CUT.columns)[:, None], tile
     else:

@@ -9,10 +9,8 @@ in their natural order there, whatever their order in the tile is.
 import triton
 import triton.language as tl
 
-from .addressing import key_order, load_rows, side_vector
-from .band import add_tile, next_terms
-from .masking import exists, near_keys
-from .table import add_end_rows
+from .band import add_end_rows, add_tile, next_terms
+from .blocks import exists, load_rows, side_vector
 
 
 @triton.jit
@@ -27,7 +25,7 @@ def turned(tile, TILE: tl.constexpr):
     """Return a mirrored tile [N, N] as one [N, N] of queries and keys, in the tile's order of keys."""
     N: tl.constexpr = TILE.block_n
     tile = tl.trans(tile)
-    if TILE.key_tile.rotation != "gather":  # its queries are in addressing.key_order
+    if TILE.key_tile.rotation != "gather":  # its queries are in blocks.key_order
         tile = tl.reshape(tl.permute(tl.reshape(tile, (N // 2, 2, N)), (1, 0, 2)), (N, N))
     if TILE.rotation != "gather":
         tile = tl.reshape(tl.permute(tl.reshape(tile, (N, 2, N // 2)), (0, 2, 1)), (N, N))
@@ -76,26 +74,22 @@ def next_key_terms(key, table, carried, relative_position, TILE: tl.constexpr):
 
 
 @triton.jit
-def add_key_rows(acc, tile, table, relative_position, TILE: tl.constexpr):
-    """Add the elements of a tile, each times its row of a mirrored table, to acc [N, D]. Keys are in their natural order."""
+def add_key_rows(d_key, tile, table, relative_position, scaling, TILE: tl.constexpr):
+    """Add the elements of a tile [M, N], each times its row of a mirrored table and rel_scale, to d_key [N, D]. Keys are in their
+    natural order."""
     KEY_TILE: tl.constexpr = TILE.key_tile
+    acc = d_key
+    if scaling.rel_scale is not None:  # a sum of its own in float32, since float16 may not hold rel_scale * dS
+        acc = tl.zeros_like(d_key)
     if TILE.block_m == TILE.block_n:
         acc = add_tile(acc, turned_back(tile, TILE).to(tl.float32), table, -relative_position, KEY_TILE)
     else:
         first, second = tl.split(tl.permute(tl.reshape(tile, (2, TILE.block_n, TILE.block_n)), (1, 2, 0)))
         acc = add_tile(acc, turned_back(first, TILE).to(tl.float32), table, -relative_position, KEY_TILE)
         acc = add_tile(acc, turned_back(second, TILE).to(tl.float32), table, TILE.block_n - relative_position, KEY_TILE)
+    if scaling.rel_scale is not None:
+        acc = d_key + acc * tl.cast(scaling.rel_scale, tl.float32)
     return acc
-
-
-@triton.jit
-def multiply_key_band(d_key, tile, table, relative_position, scaling, TILE: tl.constexpr):
-    """Add rel_scale times what add_key_rows adds to d_key [N, D]."""
-    if scaling.rel_scale is None:
-        return add_key_rows(d_key, tile, table, relative_position, TILE)
-    else:  # in float32, since float16 may not hold rel_scale * dS
-        key_sums = add_key_rows(tl.zeros_like(d_key), tile, table, relative_position, TILE)
-        return d_key + key_sums * tl.cast(scaling.rel_scale, tl.float32)
 
 
 @triton.jit
@@ -146,34 +140,3 @@ def add_key_end_rows(d_key, past, future, table, lowest, highest, TILE: tl.const
         past *= tl.cast(table.scale, tl.float32)
         future *= tl.cast(table.scale, tl.float32)
     return add_end_rows(d_key, future, past, table, lowest, highest, KEY_TILE)
-
-
-# The kernels of the table's gradient own rows of it, which fall along the queries, and loop over the keys.
-
-
-@triton.jit
-def keys_at(highest, first_key, stop_key, place, window, TILE: tl.constexpr):
-    """Return (start, stop) of the stored keys that a query has at one of M distances up to highest; start rounded to a tile."""
-    start = tl.maximum(highest + place.query_offset - (TILE.block_m - 1), tl.maximum(first_key, place.first_key))
-    stop = tl.minimum(tl.minimum(place.num_keys, stop_key), place.num_queries + place.query_offset + highest)
-    if window[1] is not None:
-        stop = tl.where(highest - (TILE.block_m - 1) > window[1], 0, stop)
-    if window[0] is not None:
-        stop = tl.where(highest < -window[0], 0, stop)
-    return start // TILE.block_n * TILE.block_n, stop
-
-
-@triton.jit
-def rotate_columns(tile, TILE: tl.constexpr):
-    """Rotate column n by n places back: ``rotated[m, n] = tile[(m + n) mod M, n]``; n is the place of its key."""
-    M: tl.constexpr = TILE.block_m
-    index = (tl.arange(0, M)[:, None] + key_order(TILE)[None, :]) % M
-    return tl.gather(tile, tl.broadcast_to(index, (M, TILE.block_n)), axis=0)
-
-
-@triton.jit
-def near_queries(offs_n, first, last, place, LAYOUT: tl.constexpr):
-    """Return (start, stop) of the queries that the dkv kernel takes for near to a key, with a clamped table."""
-    key_start = offs_n // LAYOUT.block_n * LAYOUT.block_n
-    start, stop = near_keys(key_start, -last, -first, -place.query_offset, LAYOUT.block_n, LAYOUT.block_m)
-    return start, tl.minimum(stop, place.num_queries)

@@ -113,7 +113,7 @@ def readable_keys(offs_m, place, window, first_key, stop_key, STEP: tl.constexpr
 
 @triton.jit
 def store_tile(matrix, tile, row_start, tile_m, valid_m, column, TILE: tl.constexpr, LAYOUT: tl.constexpr):
-    """Store a tile [M, N], whose columns are in addressing.key_order, in the order of the keys, from this column of the workspace
+    """Store a tile [M, N], whose columns are in blocks.key_order, in the order of the keys, from this column of the workspace
     on. If the workspace has a band, only what lies in it is stored."""
     M: tl.constexpr = TILE.block_m
     N: tl.constexpr = TILE.block_n
