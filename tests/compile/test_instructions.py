@@ -28,8 +28,8 @@ from bench.compiled import compiled as compiled_kernel
 from tests.compile.calls import call, compiled_launches
 from tools.absent_gpu import Launch
 from tools.emulator import small_kernels as small
-from triton_relattn.kernels import fences
 from triton_relattn.kernels.call import call_of
+from triton_relattn.kernels.config import architectures
 from triton_relattn.kernels.config.tile_config import KERNELS, TileConfig
 
 VERSION = ".".join(triton.__version__.split(".")[:2])
@@ -46,13 +46,13 @@ def compiled(kernel: str, target: str, width: int, table: str) -> tuple[TileConf
     return found.config, used_by(found, found.config)
 
 
-# Fences between copies and products on Hopper, which Triton before 3.7.1 omits: kernels/fences.py.
+# Fences between copies and products on Hopper, which Triton before 3.7.1 omits: kernels/config/architectures.py.
 
 
 @pytest.fixture
 def an_older_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat the installed Triton as one that omits fences."""
-    monkeypatch.setattr(fences, "LACKS_FENCES", True)
+    monkeypatch.setattr(architectures, "LACKS_FENCES", True)
 
 
 def launches_on_hopper() -> list[Launch]:
@@ -64,10 +64,12 @@ def launches_on_hopper() -> list[Launch]:
 def test_every_product_on_hopper_has_a_fence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each wgmma has a fence, and kernels with and without have different keys in Triton's caches."""
     launches = launches_on_hopper()
-    before = {launch.name: re.findall(rf"(\S+;?)\s+{re.escape(fences.WGMMA)}", launch.kernel.asm["ptx"]) for launch in launches}
+    before = {
+        launch.name: re.findall(rf"(\S+;?)\s+{re.escape(architectures.WGMMA)}", launch.kernel.asm["ptx"]) for launch in launches
+    }
     assert {name for name, instructions in before.items() if instructions} == {"forward", "dkv", "stored_dq", "dtable", "dq"}
     assert {instruction for instructions in before.values() for instruction in instructions} == {"fence.proxy.async.shared::cta;"}
-    monkeypatch.setattr(fences, "LACKS_FENCES", False)
+    monkeypatch.setattr(architectures, "LACKS_FENCES", False)
     assert not {launch.kernel.hash for launch in launches} & {launch.kernel.hash for launch in launches_on_hopper()}
 
 
@@ -77,14 +79,14 @@ def test_kernels_of_others_other_gpus_and_the_users_options_are_left_alone(monke
     q = torch.zeros(64, 64, dtype=torch.bfloat16)
     with recorded_launches("sm_90") as launches:
         small.attention[(1,)](q, q, q, q, 64, D=64, BLOCK_M=64, BLOCK_N=64, num_stages=2)
-        assert fences.ptx_options("sm_90") == fences.MARK
+        assert architectures.ptx_options("sm_90") == architectures.MARK
     assert launches[0].kernel.metadata.ptx_options is None
     for target in ("sm_80", "sm_100", "gfx942"):
         with recorded_launches(target):
-            assert fences.ptx_options(target) is None
+            assert architectures.ptx_options(target) is None
     monkeypatch.setattr(knobs.nvidia, "ptxas_options", "--verbose")
     with recorded_launches("sm_90"):
-        assert fences.ptx_options("sm_90") == f"--verbose {fences.MARK}"
+        assert architectures.ptx_options("sm_90") == f"--verbose {architectures.MARK}"
 
 
 # What ptxas says of Hopper's kernels: that their products wait for each other, and that registers spill.

@@ -14,7 +14,7 @@ from tests.emulator.calls import CALLS, Subject
 from tests.expected import TABLES, table_gradient_budget
 from tests.tolerance import assert_at_most
 from triton_relattn.kernels import forward, splits
-from triton_relattn.kernels.fences import LACKS_FENCES
+from triton_relattn.kernels.config.architectures import LACKS_FENCES
 
 SAMPLE = (
     Subject("sm_90", "bfloat16", 64, "full", (130, 130)),
@@ -154,7 +154,7 @@ def test_programs_that_share_keys(target: str, dtype: str, name: str, monkeypatc
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(LACKS_FENCES, reason="kernels of this Triton get all fences from kernels/fences.py")
+@pytest.mark.skipif(LACKS_FENCES, reason="kernels of this Triton get all fences from the package")
 def test_triton_needs_aligned_operands(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton omits a fence if cp.async cannot load keys. Once this fails, with_aligned_operands is no longer needed."""
     monkeypatch.setattr(forward, "with_aligned_operands", lambda plan, tensors: tensors)

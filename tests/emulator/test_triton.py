@@ -11,7 +11,7 @@ from tests.tolerance import assert_at_most, assert_near
 from tools.absent_gpu import HOOK_IS_IN_KEYS, recorded_launches
 from tools.emulator import small_kernels as small
 from tools.emulator.device import TARGETS, Emulated, emulated
-from triton_relattn.kernels.fences import LACKS_FENCES
+from triton_relattn.kernels.config.architectures import LACKS_FENCES
 
 has_fences = pytest.mark.skipif(LACKS_FENCES, reason="Triton before 3.7.1 omits fences, which only the package's kernels add")
 KINDS = ("sm_80", "sm_90")

@@ -24,9 +24,9 @@ from tests.interpreter.launch import all_results
 from tests.samples import Sample
 from tests.tolerance import assert_bit_equal
 from triton_relattn import RelativePositions
+from triton_relattn.kernels.call import needs_wide_index
 from triton_relattn.kernels.config import architectures
 from triton_relattn.kernels.config.tile_config import KERNELS
-from triton_relattn.kernels.operands import needs_wide_index
 from triton_relattn.testing import forward_backward, make_inputs
 
 

@@ -17,8 +17,8 @@ from tests.tolerance import assert_near
 from triton_relattn import RelativePositions
 from triton_relattn.kernels.call import TileConstants
 from triton_relattn.kernels.config.tile_config import KERNELS, READERS, TileConfig
+from triton_relattn.kernels.tile.band import Table, bias_tile
 from triton_relattn.kernels.tile.registers import pack, rotate_rows, step_back_words, unpack
-from triton_relattn.kernels.tile.table import Table, bias_tile
 from triton_relattn.testing import Inputs, make_inputs
 
 TILES = [

@@ -2,7 +2,7 @@
 
 Philox4x32 turns the counter (key // 4, query, head, sequence) into four words of 32 bits, of which key takes word key % 4. It has
 7 rounds, the fewest that pass the statistical tests of its authors (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
-2011). None of the four counters can overflow, so no two probabilities share a word. kernels/tile/masking.py computes the same in
+2011). None of the four counters can overflow, so no two probabilities share a word. kernels/tile/blocks.py computes the same in
 Triton.
 """
 

@@ -23,11 +23,10 @@ from .bwd_dp2c import dp2c_kernel
 from .bwd_dq import EndRows, dq_kernel
 from .bwd_dtable import dtable_kernel
 from .bwd_stored_dq import stored_dq_kernel
-from .call import Call, PerQuery, cdiv
+from .call import Call, PerQuery, aligned, cdiv, with_aligned_operands, with_positive_scale
 from .config.tile_config import TileConfig
 from .delta import CONFIG, delta_kernel, launch_far_keys
-from .draft import Draft, Slot
-from .operands import aligned, contiguous, new_like, strided, with_aligned_operands, with_positive_scale
+from .draft import Draft, Slot, strided
 from .plan import Key, Template, find
 from .table_gradient import TableSums
 from .workspace import planning
@@ -102,7 +101,7 @@ def plan_backward(key: Key) -> Template:
     assert d_out is not None and softmax_stats is not None
     needs = dict(zip(DIFFERENTIABLE, needs_grad, strict=True))
     gradients = {
-        name: new_like(draft, tensor) if tensor is not None and needs[name] else None
+        name: draft.new_like(tensor) if tensor is not None and needs[name] else None
         for name, tensor in zip(DIFFERENTIABLE, tensors, strict=False)
     }
     wanted = tuple(gradients.values())
@@ -116,7 +115,7 @@ def plan_backward(key: Key) -> Template:
     # A query that is negated for the kernels, and meets rel_key as it was, has two gradients.
     has_two_roles = spec.scale < 0 and tensors.rel_query is None and tensors.rel_key is not None
     if has_two_roles and needs["query"]:
-        gradients["rel_query"] = new_like(draft, tensors.query)
+        gradients["rel_query"] = draft.new_like(tensors.query)
     is_negated = spec.scale < 0 and needs["query"]
     tensors, spec = with_positive_scale(draft, tensors, spec)
 
@@ -162,7 +161,7 @@ def plan_backward(key: Key) -> Template:
         blocks = cdiv(length, tiles[kernel].block_n if name == "rel_p2c" else tiles[kernel].block_m)
         width = 1 if name == "rel_bias" else getattr(tensors, name).shape[-1]
         end_rows[name] = draft.temporary((heads, call.num_sequences, blocks, 2, width), zeroed=is_packed)
-    stats = contiguous(draft, softmax_stats)  # hooks of saved tensors may change the memory order
+    stats = draft.contiguous(softmax_stats)  # hooks of saved tensors may change the memory order
     per_query = PerQuery(*map(strided, (stats, deltas, far_scores, far_values, end_rows.get("rel_p2c"))))  # type: ignore[arg-type]
     call.launch(
         "delta",
@@ -172,7 +171,7 @@ def plan_backward(key: Key) -> Template:
         outs=strided(out),
         residuals=strided(residual),
         d_outs=d_out.strided,
-        d_lses=strided(contiguous(draft, d_lse)),
+        d_lses=strided(draft.contiguous(d_lse)),
         per_query=per_query,
         num_queries=num_queries,
     )

@@ -13,8 +13,8 @@ from .._core.spec import AttentionSpec, AttentionTensors
 from .config import architectures, selection
 from .config.selection import padded_width
 from .config.tile_config import MAX_BLOCK, TileConfig
-from .draft import Draft, Slot, described
-from .operands import Strided, contiguous, needs_wide_index, per_head
+from .draft import Draft, Slot, Strided, contiguous_strides, described
+from .plan import ALIGNMENT
 
 SMALLEST_SCALE = 2.0**-60
 LARGEST_TERM = 2000.0  # of a logit, that float16 must hold if terms are rounded; with the usual scale widths up to 1,024 do
@@ -27,7 +27,7 @@ MAX_QUERIES = 8 * MAX_BLOCK  # between the first and the last of a tile, whose q
 
 
 class Sequences(NamedTuple):
-    """The lengths, offsets and starts of the sequences of a batch; masking.locate reads them."""
+    """The lengths, offsets and starts of the sequences of a batch; blocks.locate reads them."""
 
     max_seqlen_q: int
     max_seqlen_k: int
@@ -232,15 +232,13 @@ class Call:
         ]
         self.inputs = Operands(*matrices, *tables[:3], None if mask is None else mask.strided, tables[3])
         vectors = (tensors.query_offsets, tensors.key_lengths, tensors.cu_seqlens_q, tensors.cu_seqlens_k)
-        sequences = Sequences(
-            spec.max_seqlen_q, spec.max_seqlen_k, spec.query_offset, *(contiguous(draft, vector) for vector in vectors)
-        )
+        sequences = Sequences(spec.max_seqlen_q, spec.max_seqlen_k, spec.query_offset, *map(draft.contiguous, vectors))
         dropout = Dropout()
         if tensors.dropout_seed is not None:
             origins = tensors.dropout_origins
             if origins is not None:  # of the first head
-                origins = contiguous(draft, draft.view(origins, (origins.shape[0], 1, 4), origins.strides))
-            seed = contiguous(draft, tensors.dropout_seed)
+                origins = draft.contiguous(draft.view(origins, (origins.shape[0], 1, 4), origins.strides))
+            seed = draft.contiguous(tensors.dropout_seed)
             dropout = Dropout(seed, largest_dropped(spec.dropout_p), keep_scale(spec.dropout_p), origins)
         window = (None if spec.window_left < 0 else spec.window_left, None if spec.window_right < 0 else spec.window_right)
         self.common = Common(sequences, window, dropout, scaling)
@@ -297,3 +295,57 @@ def call_of(tensors: AttentionTensors, spec: AttentionSpec, arch: str | None = N
     """Describe a call on its GPU or on another; its tensors may be on "meta"."""
     draft = described(tensors, arch)
     return Call(draft, AttentionTensors(*draft.given), spec)
+
+
+# The tensors of a call as the kernels take them: a positive scale, rows that are loaded 16 bytes at a time, and strides.
+
+MATRICES = ("query", "key", "value", "rel_query", "rel_key", "rel_value", "rel_p2c")
+"""Names of the tensors that enter matrix products."""
+
+
+def with_positive_scale(draft: Draft, tensors: AttentionTensors, spec: AttentionSpec) -> tuple[AttentionTensors, AttentionSpec]:
+    """Make a negative scale positive by negating the query, which is exact; rel_key keeps the old one, which becomes
+    rel_query."""
+    if spec.scale >= 0:
+        return tensors, spec
+    rel_query = tensors.query if tensors.rel_query is None and tensors.rel_key is not None else tensors.rel_query
+    negated = draft.copied(tensors.query)
+    draft.prepare(torch.Tensor.neg_, negated)
+    return tensors._replace(query=negated, rel_query=rel_query), spec._replace(scale=-spec.scale)
+
+
+def aligned(draft: Draft, tensor: Slot, dtype: torch.dtype) -> Slot:
+    """Copy an operand of matrix products that is in another dtype, or cannot be loaded 16 bytes at a time; return others as they
+    are.
+
+    For alignment only 16-bit operands on NVIDIA GPUs are copied: those whose numbers do not lie side by side, or whose rows
+    Triton does not know to begin at multiples of 16 bytes. The copy takes less time than loads of 2 bytes. Above all, such loads
+    are not safe on Hopper (sm_90): if one operand in a loop is loaded by cp.async, and another cannot be because it is loaded
+    less than 4 bytes at a time, Triton 3.7.1 leaves out the fence between the cp.async and the wgmma that reads its data.
+    tools/emulator shows that, and tells when it is mended.
+    """
+    *others, step = tensor.strides
+    is_aligned = tensor.alignment % ALIGNMENT == 0 and step == 1 and not any(stride % 16 for stride in others)
+    unit = architectures.architecture_of(draft.key.surroundings.arch).unit
+    if tensor.dtype == dtype and (is_aligned or dtype.itemsize != 2 or unit in ("mfma", "interpreter")):
+        return tensor
+    *sizes, width = tensor.shape
+    return draft.copied(tensor, contiguous_strides((*sizes, -(-width // 16) * 16)), dtype)
+
+
+def with_aligned_operands(draft: Draft, tensors: AttentionTensors) -> AttentionTensors:
+    """Return the tensors of a call with the operands of its matrix products aligned, and in the dtype of query."""
+    given = {name: operand for name in MATRICES if (operand := getattr(tensors, name)) is not None}
+    return tensors._replace(**{name: aligned(draft, operand, tensors.query.dtype) for name, operand in given.items()})
+
+
+def per_head(strides: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    """Return the strides of a table as of (1, heads, R, ...): 0 between heads that share it. rank: its dimensions if shared."""
+    return (0,) * (2 + rank - len(strides)) + strides
+
+
+def needs_wide_index(shape: tuple[int, ...], strides: tuple[int, ...], rows: int = MAX_BLOCK) -> bool:
+    """Return whether offsets within so many rows of a tensor's (length, width) matrices exceed 31 bits. A tile's first row has a
+    64-bit offset anyway; only a clamped table is addressed from row 0."""
+    row_stride, column_stride = strides[-2:]
+    return rows * row_stride + (shape[-1] + MAX_BLOCK) * column_stride >= 2**31

@@ -36,6 +36,9 @@ NOTHING = 0  # the cell that has None for good
 
 _compiled: dict[tuple[Any, ...], Compiled] = {}  # by all that Triton compiles for
 
+Strided = tuple["Slot", tuple[int, ...]]
+"""A tensor as the kernels take it, with its strides."""
+
 
 class Slot:
     """A tensor of a plan. cell: where a call has its address. source: the tensor whose memory it is, None of a part of the
@@ -120,6 +123,16 @@ class Draft:
         self.allocations.append((slot.shape, slot.strides, dtype))
         return slot
 
+    def new_like(self, slot: Slot, width: int | None = None) -> Slot:
+        """Allocate a tensor like another in shape, dtype and memory order, (B, N, H, width) or (B, H, N, width); tables are
+        contiguous. width: in place of the last size."""
+        shape = (*slot.shape[:-1], slot.shape[-1] if width is None else width)
+        if len(shape) < 4 or slot.strides[1] >= slot.strides[2]:
+            return self.new(shape, slot.dtype)
+        batch, heads, length, width = shape
+        by_batch, by_row, by_head, step = contiguous_strides((batch, length, heads, width))
+        return self.new(shape, slot.dtype, (by_batch, by_head, by_row, step))
+
     def temporary(self, shape: Sequence[int], dtype: torch.dtype = torch.float32, zeroed: bool = False) -> Slot:
         """Allocate a tensor in the memory that all of them share until the call ends."""
         slot = Slot(self._cell(None), None, shape, contiguous_strides(shape), dtype)
@@ -144,6 +157,14 @@ class Draft:
         copy = self.new(slot.shape, dtype or slot.dtype, strides)
         self.prepare(torch.Tensor.copy_, copy, slot)
         return copy
+
+    def contiguous(self, slot: Slot | None) -> Slot | None:
+        """Return a tensor as kernels take those without strides: its elements side by side."""
+        if slot is None:
+            return None
+        dimensions = zip(slot.shape, slot.strides, contiguous_strides(slot.shape), strict=True)
+        is_contiguous = all(size == 1 or stride == usual for size, stride, usual in dimensions)
+        return slot if is_contiguous else self.copied(slot)
 
     def prepare(self, function: Callable[..., object], *slots: Slot) -> None:
         """Call a function with tensors before the launches. They must be tensors of their own, or views of such."""
@@ -267,6 +288,11 @@ def described(tensors: Sequence[torch.Tensor | None], arch: str | None = None) -
     around = Surroundings(arch, count, selection.tables(arch), torch.get_float32_matmul_precision(), None, "another", None)
     facts = tuple(None if tensor is None else facts_of(tensor) for tensor in tensors)
     return Draft(Key(described, facts, (), around))
+
+
+def strided(tensor: Slot | None) -> Strided | None:
+    """Return a tensor that may not be there as the kernels take it."""
+    return None if tensor is None else tensor.strided
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

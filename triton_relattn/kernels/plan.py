@@ -29,7 +29,6 @@ from .._core.watchers import ALIGNMENT, facts_of
 from . import kernels_are_interpreted
 from .config import architectures, selection
 from .config.selection import Tables
-from .fences import ptx_options
 from .sizes import Notes, plain
 
 MOST_PLANS = 1024  # kept; a plan has some 5 KB, and no tensor
@@ -230,7 +229,7 @@ def surroundings(device: torch.device) -> Surroundings:
         torch.get_float32_matmul_precision(),
         None if kernels_are_interpreted() else driver.active.get_current_device(),
         launcher(),
-        ptx_options(arch),
+        architectures.ptx_options(arch),
     )
 
 

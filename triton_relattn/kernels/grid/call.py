@@ -10,10 +10,9 @@ import torch
 
 from ..._core.dtypes import without_autocast
 from ..._core.spec import AttentionSpec, AttentionTensors, GridTensors, grid_terms
-from ..call import Call, cdiv
+from ..call import Call, cdiv, with_aligned_operands, with_positive_scale
 from ..config.tile_config import TileConfig
 from ..draft import Draft, Slot
-from ..operands import with_aligned_operands, with_positive_scale
 from .tile import Cut, Grid
 
 MIN_COLUMNS = 8

@@ -1,1 +1,1 @@
-"""Device functions about one tile: its addresses, which pairs exist, its scores, and its relative terms."""
+"""Device functions about one tile: blocks.py has its rows and pairs, band.py the terms of a table, logits.py its softmax."""

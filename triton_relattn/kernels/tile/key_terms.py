@@ -9,10 +9,8 @@ in their natural order there, whatever their order in the tile is.
 import triton
 import triton.language as tl
 
-from .addressing import key_order, load_rows, side_vector
-from .band import add_tile, next_terms
-from .masking import exists, near_keys
-from .table import add_end_rows
+from .band import add_end_rows, add_tile, next_terms
+from .blocks import exists, load_rows, side_vector
 
 
 @triton.jit
@@ -26,10 +24,10 @@ def natural_keys(keys, key_start, place, window, TILE: tl.constexpr, SHAPE: tl.c
 def turned(tile, TILE: tl.constexpr):
     """Return a mirrored tile [N, N] as one [N, N] of queries and keys, in the tile's order of keys."""
     N: tl.constexpr = TILE.block_n
-    tile = tl.trans(tile)
-    if TILE.key_tile.rotation != "gather":  # its queries are in addressing.key_order
+    tile = tl.trans(tile)  # keys by queries -> queries by keys
+    if TILE.key_tile.rotation != "gather":  # its queries are in blocks.key_order
         tile = tl.reshape(tl.permute(tl.reshape(tile, (N // 2, 2, N)), (1, 0, 2)), (N, N))
-    if TILE.rotation != "gather":
+    if TILE.rotation != "gather":  # and so will the tile's keys be
         tile = tl.reshape(tl.permute(tl.reshape(tile, (N, 2, N // 2)), (0, 2, 1)), (N, N))
     return tile
 
@@ -48,18 +46,9 @@ def in_natural_order(tile, TILE: tl.constexpr):
 def turned_back(tile, TILE: tl.constexpr):
     """Return a tile [N, N] of queries and keys, these in their natural order, as a mirrored one."""
     N: tl.constexpr = TILE.block_n
-    if TILE.key_tile.rotation != "gather":
+    if TILE.key_tile.rotation != "gather":  # queries to blocks.key_order
         tile = tl.reshape(tl.permute(tl.reshape(tile, (2, N // 2, N)), (1, 0, 2)), (N, N))
     return tl.trans(tile)
-
-
-@triton.jit
-def whole(halves, TILE: tl.constexpr):
-    """Return a tile [M, N] of one or two [N, N], the queries of the first before those of the second."""
-    if len(halves) == 1:
-        return halves[0]
-    else:
-        return tl.reshape(tl.permute(tl.join(halves[0], halves[1]), (2, 0, 1)), (TILE.block_m, TILE.block_n))
 
 
 @triton.jit
@@ -68,39 +57,41 @@ def next_key_terms(key, table, carried, relative_position, TILE: tl.constexpr):
     which only a loop over the queries carries on."""
     KEY_TILE: tl.constexpr = TILE.key_tile
     DTYPE: tl.constexpr = tl.float16 if KEY_TILE.round_terms else tl.float32
+    # For each N queries a mirrored tile [N, N], of keys by queries. The first query is at minus the tile's position.
     halves = ()
     for half in tl.static_range(TILE.block_m // TILE.block_n):
         terms, carried = next_terms(key, table, carried, half * TILE.block_n - relative_position, KEY_TILE)
         halves = halves + (turned(terms.to(DTYPE), TILE),)  # noqa: RUF005 - Triton's compiler has no starred elements in tuples
-    return whole(halves, TILE).to(tl.float32), carried
+    terms = halves[0]
+    if len(halves) == 2:  # [N, N], [N, N] -> [2, N, N] -> [M, N]: the queries of the first before those of the second
+        terms = tl.reshape(tl.permute(tl.join(halves[0], halves[1]), (2, 0, 1)), (TILE.block_m, TILE.block_n))
+    return terms.to(tl.float32), carried
 
 
 @triton.jit
-def add_key_rows(acc, tile, table, relative_position, TILE: tl.constexpr):
-    """Add the elements of a tile, each times its row of a mirrored table, to acc [N, D]. Keys are in their natural order."""
+def add_key_rows(d_key, tile, table, relative_position, scaling, TILE: tl.constexpr):
+    """Add the elements of a tile [M, N], each times its row of a mirrored table and rel_scale, to d_key [N, D]. Keys are in their
+    natural order."""
     KEY_TILE: tl.constexpr = TILE.key_tile
+    acc = d_key
+    if scaling.rel_scale is not None:  # a sum of its own in float32, since float16 may not hold rel_scale * dS
+        acc = tl.zeros_like(d_key)
     if TILE.block_m == TILE.block_n:
         acc = add_tile(acc, turned_back(tile, TILE).to(tl.float32), table, -relative_position, KEY_TILE)
     else:
+        # [M, N] -> [N, N], [N, N]: the first and the second half of the queries
         first, second = tl.split(tl.permute(tl.reshape(tile, (2, TILE.block_n, TILE.block_n)), (1, 2, 0)))
         acc = add_tile(acc, turned_back(first, TILE).to(tl.float32), table, -relative_position, KEY_TILE)
         acc = add_tile(acc, turned_back(second, TILE).to(tl.float32), table, TILE.block_n - relative_position, KEY_TILE)
+    if scaling.rel_scale is not None:
+        acc = d_key + acc * tl.cast(scaling.rel_scale, tl.float32)
     return acc
-
-
-@triton.jit
-def multiply_key_band(d_key, tile, table, relative_position, scaling, TILE: tl.constexpr):
-    """Add rel_scale times what add_key_rows adds to d_key [N, D]."""
-    if scaling.rel_scale is None:
-        return add_key_rows(d_key, tile, table, relative_position, TILE)
-    else:  # in float32, since float16 may not hold rel_scale * dS
-        key_sums = add_key_rows(tl.zeros_like(d_key), tile, table, relative_position, TILE)
-        return d_key + key_sums * tl.cast(scaling.rel_scale, tl.float32)
 
 
 @triton.jit
 def reached_by_keys(key_start, place, window, TILE: tl.constexpr):
     """Return the (lowest, highest) position, as a tile's keys see it, of queries that they have pairs with; crossed if none."""
+    # r = j - i - query_offset: the first key to the last query, and the last key to the first query; negated as keys see it
     first_key, last_key = tl.maximum(key_start, place.first_key), tl.minimum(key_start + TILE.block_n, place.num_keys) - 1
     lowest = first_key - (place.num_queries - 1) - place.query_offset
     highest = tl.where(first_key <= last_key, last_key - place.query_offset, lowest - 1)
@@ -118,7 +109,7 @@ def reached_by_keys(key_start, place, window, TILE: tl.constexpr):
 def far_key_terms(far_keys, place, head, is_past, offs_n, valid_n):
     """Load the terms [N] that a tile's keys have with queries beyond the table: as keys of the past, or of the future."""
     pointers = side_vector(far_keys, place.entry, head, tl.where(is_past, 0, 1), place.key_start) + offs_n
-    return tl.load(pointers, mask=valid_n, other=0.0)
+    return tl.load(pointers, mask=valid_n, other=0.0)  # [N]
 
 
 @triton.jit
@@ -135,6 +126,7 @@ def add_far_queries(sums, d_scores, is_past, TILE: tl.constexpr):
 def far_query_sums(sums):
     """Return the sums of add_far_queries as two [N], those of keys of the past and those of keys of the future."""
     column = tl.arange(0, 16)[None, :]
+    # [N, 16] -> [N], [N]
     return tl.sum(tl.where(column == 0, sums, 0.0), axis=1), tl.sum(tl.where(column == 1, sums, 0.0), axis=1)
 
 
@@ -145,35 +137,5 @@ def add_key_end_rows(d_key, past, future, table, lowest, highest, TILE: tl.const
     if KEY_TILE.has_scale:
         past *= tl.cast(table.scale, tl.float32)
         future *= tl.cast(table.scale, tl.float32)
+    # Upside down, the first row is that of keys in the future.
     return add_end_rows(d_key, future, past, table, lowest, highest, KEY_TILE)
-
-
-# The kernels of the table's gradient own rows of it, which fall along the queries, and loop over the keys.
-
-
-@triton.jit
-def keys_at(highest, first_key, stop_key, place, window, TILE: tl.constexpr):
-    """Return (start, stop) of the stored keys that a query has at one of M distances up to highest; start rounded to a tile."""
-    start = tl.maximum(highest + place.query_offset - (TILE.block_m - 1), tl.maximum(first_key, place.first_key))
-    stop = tl.minimum(tl.minimum(place.num_keys, stop_key), place.num_queries + place.query_offset + highest)
-    if window[1] is not None:
-        stop = tl.where(highest - (TILE.block_m - 1) > window[1], 0, stop)
-    if window[0] is not None:
-        stop = tl.where(highest < -window[0], 0, stop)
-    return start // TILE.block_n * TILE.block_n, stop
-
-
-@triton.jit
-def rotate_columns(tile, TILE: tl.constexpr):
-    """Rotate column n by n places back: ``rotated[m, n] = tile[(m + n) mod M, n]``; n is the place of its key."""
-    M: tl.constexpr = TILE.block_m
-    index = (tl.arange(0, M)[:, None] + key_order(TILE)[None, :]) % M
-    return tl.gather(tile, tl.broadcast_to(index, (M, TILE.block_n)), axis=0)
-
-
-@triton.jit
-def near_queries(offs_n, first, last, place, LAYOUT: tl.constexpr):
-    """Return (start, stop) of the queries that the dkv kernel takes for near to a key, with a clamped table."""
-    key_start = offs_n // LAYOUT.block_n * LAYOUT.block_n
-    start, stop = near_keys(key_start, -last, -first, -place.query_offset, LAYOUT.block_n, LAYOUT.block_m)
-    return start, tl.minimum(stop, place.num_queries)

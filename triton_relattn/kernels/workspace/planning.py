@@ -16,7 +16,7 @@ from ..._core.spec import AttentionTensors
 from ..call import Call, cdiv
 from ..config.tile_config import TileConfig
 from ..sizes import one_step
-from ..tile.masking import clamp_margin
+from ..tile.blocks import clamp_margin
 from .stored import ALIGNMENT, Layout
 
 VARIABLE = "TRITON_RELATTN_WORKSPACE"
