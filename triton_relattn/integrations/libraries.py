@@ -1,17 +1,22 @@
-"""The classes of libraries that are replaced, as data: the stock class, the class in its place, and the oldest version served."""
+"""The classes of libraries that are replaced, as data: the stock class, the class in its place, and the oldest version served.
+
+Where a stock class stays but for a function that it calls, the data is that function (:class:`WithFunctions`).
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import inspect
 import re
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import nn
 
+from .calls import is_graph
 from .enabled import LIBRARY, Match, PassesOn
 
 NAMES = {"cache": ("cache", "past_key_values", "layer_past")}
@@ -110,3 +115,31 @@ def with_globals(function: Callable[..., Any], **names: Any) -> Callable[..., An
     changed = types.FunctionType(function.__code__, others, function.__name__, function.__defaults__, function.__closure__)
     changed.__kwdefaults__ = function.__kwdefaults__
     return changed
+
+
+class WithFunctions(PassesOn):
+    """Mixin of classes whose methods are the stock class's, and call functions of ours in place of some of their file."""
+
+    methods: tuple[str, ...] = ("forward",)
+    functions: ClassVar[dict[str, Any]] = {}
+    """By the names of the stock functions; those of ours make small masks."""
+
+    def takes_small_masks(self) -> bool:
+        """Return whether all attention inside is ours, outside a graph."""
+        return not is_graph()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "stock_class" not in vars(cls):
+            return
+        for name in cls.methods:
+            stock = getattr(cls.stock_class, name)
+            setattr(cls, name, cls._either(stock, with_globals(stock, **cls.functions)))
+
+    @staticmethod
+    def _either(stock: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(stock)
+        def method(self: WithFunctions, *args: Any, **kwargs: Any) -> Any:
+            return (ours if self.takes_small_masks() else stock)(self, *args, **kwargs)
+
+        return method
