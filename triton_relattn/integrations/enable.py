@@ -236,7 +236,7 @@ def _compare(
                 raise Refused(match.reason)
             replacement, difference = compare(module, match.ours, similar.get(key))
             new = match.ours
-            if not getattr(new, "keeps_class", False):
+            if not new.keeps_class:
                 new = enabled_class(stock, match.ours, getattr(replacement.ours, "layout", None))
                 try:
                     object.__new__(stock).__class__ = new

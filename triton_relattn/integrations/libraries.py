@@ -18,6 +18,7 @@ from torch import nn
 
 from .calls import is_graph
 from .enabled import LIBRARY, Match, PassesOn
+from .replacement import Ours
 
 NAMES = {"cache": ("cache", "past_key_values", "layer_past")}
 """The names that stock classes have for an argument of ours: versions of transformers differ, and so do its families."""
@@ -34,10 +35,10 @@ class Source(NamedTuple):
     title: str
     classes: Mapping[str, str | type]
 
-    def load(self, folder: str) -> dict[type, type]:
+    def load(self, folder: str) -> dict[type, type[Ours]]:
         """Import the stock classes and ours; folder: the library's package here."""
         stock = importlib.import_module(self.module)
-        loaded = {}
+        loaded: dict[type, Any] = {}
         for name, ours in self.classes.items():
             if isinstance(ours, str):
                 module, _, class_name = ours.rpartition(".")
@@ -72,18 +73,18 @@ class Library(NamedTuple):
                         found[name] = Match(source.title, LIBRARY, reason=f"{self.package} {version}: {error}")
                 continue
             for name, module in modules.items():
-                ours = classes.get(type(module))
-                if ours is not None:
-                    reason = getattr(ours, "why_not", lambda _: "")(module)
+                base = next((base for base in type(module).__mro__ if base in classes), None)
+                if base is None:
+                    continue
+                ours = classes[base]
+                if base is not type(module) and not issubclass(ours, PassesOn):
+                    reason = f"its class is derived from {base.__name__}, which is served, and what it changes is not known"
+                    found[name] = Match(source.title, LIBRARY, reason=reason)
+                elif base is type(module) and not ours.applies(module):
                     found[name] = None
-                    if getattr(ours, "applies", lambda _: True)(module):
-                        title = getattr(ours, "titled", lambda _, family: family)(module, source.title)
-                        found[name] = Match(title, LIBRARY, None if reason else ours, reason)
-                else:
-                    base = next((base for base in type(module).__mro__ if base in classes), None)
-                    if base is not None and not issubclass(classes[base], PassesOn):
-                        reason = f"its class is derived from {base.__name__}, which is served, and what it changes is not known"
-                        found[name] = Match(source.title, LIBRARY, reason=reason)
+                elif base is type(module):
+                    reason = ours.why_not(module)
+                    found[name] = Match(ours.titled(module, source.title), LIBRARY, None if reason else ours, reason)
         return found
 
 
