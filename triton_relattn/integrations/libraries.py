@@ -77,14 +77,13 @@ class Library(NamedTuple):
                 if base is None:
                     continue
                 ours = classes[base]
-                if base is not type(module) and not issubclass(ours, PassesOn):
+                if base is type(module):
+                    reason = ours.why_not(module)
+                    match = Match(ours.titled(module, source.title), LIBRARY, None if reason else ours, reason)
+                    found[name] = match if ours.applies(module) else None
+                elif not issubclass(ours, PassesOn):
                     reason = f"its class is derived from {base.__name__}, which is served, and what it changes is not known"
                     found[name] = Match(source.title, LIBRARY, reason=reason)
-                elif base is type(module) and not ours.applies(module):
-                    found[name] = None
-                elif base is type(module):
-                    reason = ours.why_not(module)
-                    found[name] = Match(ours.titled(module, source.title), LIBRARY, None if reason else ours, reason)
         return found
 
 
