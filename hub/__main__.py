@@ -30,9 +30,9 @@ LEFT_OUT = (
     "plots.py",
     "__main__.py",
     "transformers",
-    "espnet",
+    "espnet.py",
     "nemo",
-    "speechbrain",
+    "speechbrain.py",
     "x_transformers",
     "structure",
 )

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from triton_relattn.integrations.enable import LIBRARIES
-from triton_relattn.integrations.structure.not_served import NOT_SERVED
+from triton_relattn.integrations.structure import NOT_SERVED
 
 MARKERS = re.compile(
     "rel_shift|relative_shift|relative_position|rel_pos|position_bias|pos_bias_u|rel_logits|bias_table|distance_embedding|rel_k|"

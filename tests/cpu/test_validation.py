@@ -243,7 +243,7 @@ def test_too_many_positional_arguments() -> None:
 
 def test_names_of_other_libraries() -> None:
     """Each error gives the name used here, and every name it mentions exists."""
-    for name, here in names.OTHER_NAMES.items():
+    for name, here in names.WORDS["here it is {}"].items():
         refused(call, {name: None}, TypeError, f"unexpected keyword argument {name!r}; here it is {here}")
         assert all(hasattr(tables, function) for function in re.findall(r"tables\.(\w+)", here)), here
         assert all(hasattr(triton_relattn, function) for function in re.findall(r"of (fused_\w+)", here)), here

@@ -305,7 +305,7 @@ def test_values_are_checked_in_each_call(attend: Any) -> None:
 def test_values_are_checked_as_soon_as_that_is_asked_for(attend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, whose values are not read otherwise, also for a known kind."""
     inputs, lengths = leaves(), torch.tensor([13, 5])
-    for module in ("_calls", "_core.validation", "_core.hints"):
+    for module in ("_calls", "_core.validation", "_core.arguments", "_core.mistakes"):
         monkeypatch.setattr(f"triton_relattn.{module}.has_values", lambda _: asks_for_values())
     for _ in range(2):
         attend(*inputs, key_lengths=lengths)

@@ -36,6 +36,7 @@ AREAS = {
     "_blockwise": "operator/test_draws operator/test_edges operator/test_parts cpu/test_blockwise",
     "_blockwise/grids": "operator/test_grids",
     "_core/hints": "cpu/test_validation",
+    "_core/mistakes": "cpu/test_validation",
     "_core/names": "cpu/test_validation",
     "_core/watchers": "operator/test_ways",
     "_implementations": "cpu/test_validation operator/test_draws operator/test_edges cpu/test_blockwise",

@@ -102,3 +102,9 @@ def has_values(tensor: torch.Tensor) -> bool:
     if not readable or type(tensor) is not torch.Tensor or torch.compiler.is_compiling():
         return False
     return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def integers_of(tensor: Any) -> list[int]:
+    """Return the values of a vector of integers; [] of anything else, or if they cannot be read."""
+    is_vector = isinstance(tensor, torch.Tensor) and tensor.dtype in (torch.int32, torch.int64) and tensor.dim() == 1
+    return tensor.tolist() if is_vector and has_values(tensor) else []

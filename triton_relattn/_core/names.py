@@ -10,77 +10,71 @@ from typing import Any, TypeVar
 
 from .removed import ARGUMENTS, removed
 
-_MASKS = "is_causal, window_size, key_lengths or attn_mask"
-_FOLDED = "an argument of tables.fold_transformer_xl, which returns query and rel_bias"
+T5_BIAS = "rel_bias=weight[tables.t5_buckets(torch.arange(-128, 129))].T, with scale=1.0"
+"""The bias of a checkpoint of T5, whose weight has a row per bucket."""
+_BUCKETS = "tables.t5_buckets(torch.arange(-max_distance, max_distance + 1), num_buckets, max_distance)"
+_VARLEN = "fused_relative_attention_varlen"
 _WEIGHTS = "the probabilities are never formed"
-_CACHE = "key and value, with the positions of the cache; query_offset is the number of keys before the first query"
-_GRID = "decomposed_relative_attention"
-_PACKED = "fused_relative_attention_varlen"
-OTHER_NAMES = {
-    "causal": "is_causal",
-    "softmax_scale": "scale",
-    "sm_scale": "scale",
-    "mask": "attn_mask",
-    "attention_mask": "attn_mask",
-    "attn_bias": "attn_mask, which has no gradient, or rel_bias, a learned bias by distance",
-    "key_padding_mask": "key_lengths, or attn_mask=~key_padding_mask[:, None, None, :]",
-    "mask_mod": _MASKS,
-    "block_mask": _MASKS,
-    "att_context_size": "window_size=(left, right)",
-    "window": "window_size=(left, right)",
-    "sliding_window": "window_size=(left, right)",
-    **dict.fromkeys(("dropout", "attn_dropout", "attention_dropout"), "dropout_p"),
-    "p": "dropout_p",
-    "training": "dropout_p=p if training else 0.0",
-    **dict.fromkeys(("logits_soft_cap", "logits_softcap", "logit_cap"), "softcap"),
-    "is_gqa": "enable_gqa",
-    "rel_pos": "rel_key",
-    "rel_pos_emb": "rel_key",
-    **dict.fromkeys(("pos_emb", "pos_embs"), "rel_key, projected and split into heads"),
-    **dict.fromkeys(("pos_bias_u", "pos_bias_v", "r_w_bias", "r_r_bias"), _FOLDED),
-    "position_bias": "rel_bias, (R,) or (heads, R), with an element per distance and not per pair",
-    **dict.fromkeys(("bias", "pos_bias"), "rel_bias, a learned bias by distance, or attn_mask, a bias without a gradient"),
-    "rel_embeddings": "rel_key, and rel_p2c for DeBERTa's second table, each projected and split into heads",
-    **dict.fromkeys(
-        ("max_distance", "max_relative_position", "max_relative_positions"),
-        "positions=RelativePositions(-d, d) of a table with 2 d + 1 rows, d the largest distance",
-    ),
-    **dict.fromkeys(
-        ("num_buckets", "relative_attention_num_buckets", "relative_attention_max_distance"),
-        "rel_bias=weight[tables.t5_buckets(torch.arange(-max_distance, max_distance + 1), num_buckets, max_distance)].T, with "
+_WORDS = {
+    "here it is {}": {
+        "causal": "is_causal",
+        "softmax_scale sm_scale": "scale",
+        "mask attention_mask": "attn_mask",
+        "attn_bias": "attn_mask, which has no gradient, or rel_bias, a learned bias by distance",
+        "key_padding_mask": "key_lengths, or attn_mask=~key_padding_mask[:, None, None, :]",
+        "mask_mod block_mask": "is_causal, window_size, key_lengths or attn_mask",
+        "att_context_size window sliding_window": "window_size=(left, right)",
+        "dropout attn_dropout attention_dropout p": "dropout_p",
+        "training": "dropout_p=p if training else 0.0",
+        "logits_soft_cap logits_softcap logit_cap": "softcap",
+        "is_gqa": "enable_gqa",
+        "rel_pos rel_pos_emb": "rel_key",
+        "pos_emb pos_embs": "rel_key, projected and split into heads",
+        "pos_bias_u pos_bias_v r_w_bias r_r_bias": "an argument of tables.fold_transformer_xl, which returns query and rel_bias",
+        "position_bias": "rel_bias, (R,) or (heads, R), with an element per distance and not per pair",
+        "bias pos_bias": "rel_bias, a learned bias by distance, or attn_mask, a bias without a gradient",
+        "rel_embeddings": "rel_key, and rel_p2c for DeBERTa's second table, each projected and split into heads",
+        "max_distance max_relative_position max_relative_positions": "positions=RelativePositions(-d, d) of a table with "
+        "2 d + 1 rows, d the largest distance",
+        "num_buckets relative_attention_num_buckets relative_attention_max_distance": f"rel_bias=weight[{_BUCKETS}].T, with "
         "scale=1.0",
-    ),
-    "relative_attention_bias": "rel_bias=weight[tables.t5_buckets(torch.arange(-128, 129))].T, with scale=1.0",
-    "alibi_slopes": "rel_bias=tables.alibi_bias(slopes, first, last), with positions=RelativePositions(first, last)",
-    **dict.fromkeys(("return_attn_probs", "return_softmax"), f"return_lse; {_WEIGHTS}"),
-    **dict.fromkeys(("return_aux", "return_softmax_lse", "return_logsumexp"), "return_lse"),
-    **dict.fromkeys(("past_key_value", "past_key_values", "kv_cache", "k_cache", "v_cache"), _CACHE),
-    "cache_seqlens": "key_lengths, and query_offset, the number of keys before the first query",
-    **dict.fromkeys(("seqused_k", "seq_lens", "kv_lens"), "key_lengths"),
-    "backend": "implementation",
-    "cu_seqlens": f"cu_seqlens_q and cu_seqlens_k of {_PACKED}",
-    "segment_ids": f"cu_seqlens_q and cu_seqlens_k of {_PACKED}",
-    **{f"cu_seq_lens_{which}": f"cu_seqlens_{which} of {_PACKED}" for which in "qk"},
-    **{f"max_length_{which}": f"max_seqlen_{which} of {_PACKED}" for which in "qk"},
+        "relative_attention_bias": T5_BIAS,
+        "alibi_slopes": "rel_bias=tables.alibi_bias(slopes, first, last), with positions=RelativePositions(first, last)",
+        "return_attn_probs return_softmax": f"return_lse; {_WEIGHTS}",
+        "return_aux return_softmax_lse return_logsumexp": "return_lse",
+        "past_key_value past_key_values kv_cache k_cache v_cache": "key and value, with the positions of the cache; query_offset "
+        "is the number of keys before the first query",
+        "cache_seqlens": "key_lengths, and query_offset, the number of keys before the first query",
+        "seqused_k seq_lens kv_lens": "key_lengths",
+        "backend": "implementation",
+        "cu_seqlens segment_ids": f"cu_seqlens_q and cu_seqlens_k of {_VARLEN}",
+        "cu_seq_lens_q": f"cu_seqlens_q of {_VARLEN}",
+        "cu_seq_lens_k": f"cu_seqlens_k of {_VARLEN}",
+        "max_length_q": f"max_seqlen_q of {_VARLEN}",
+        "max_length_k": f"max_seqlen_k of {_VARLEN}",
+    },
+    "there is none here: {}": {
+        "score_mod": "the terms are rel_key, rel_bias, rel_p2c and rel_value",
+        "deterministic": "results repeat bit for bit, except on a GPU with implementation='reference', tables built by indexing "
+        "and interpolated grid tables (docs/numerics.md, the same bits every time)",
+        "kernel_options": "tile sizes are chosen per call, or by `python -m triton_relattn tune`",
+        "block_table": "a paged cache has to be gathered into key and value",
+        "need_weights output_attentions": f"{_WEIGHTS}; plots.attention_terms has them for short sequences",
+        "attn_implementation dtype torch_dtype": "a model that is enabled keeps its own",
+        "head_mask": "multiply the heads of out by it",
+    },
+    "{} has it": {
+        "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k": _VARLEN,
+        "attn_mask key_lengths": "fused_relative_attention",
+        "rel_pos_h rel_pos_w grid key_grid": "decomposed_relative_attention",
+        "implementation": "an enabled model runs what its device supports; for one call, fused_relative_attention",
+    },
+    removed("it", "{}"): ARGUMENTS,
 }
-NOT_NEEDED = {
-    "score_mod": "the terms are rel_key, rel_bias, rel_p2c and rel_value",
-    "deterministic": "results repeat bit for bit, except on a GPU with implementation='reference', tables built by indexing and "
-    "interpolated grid tables (docs/numerics.md, the same bits every time)",
-    "kernel_options": "tile sizes are chosen per call, or by `python -m triton_relattn tune`",
-    "block_table": "a paged cache has to be gathered into key and value",
-    **dict.fromkeys(("need_weights", "output_attentions"), f"{_WEIGHTS}; plots.attention_terms has them for short sequences"),
-    **dict.fromkeys(("attn_implementation", "dtype", "torch_dtype"), "a model that is enabled keeps its own"),
-    "head_mask": "multiply the heads of out by it",
-}
-ELSEWHERE = {
-    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), _PACKED),
-    **dict.fromkeys(("attn_mask", "key_lengths"), "fused_relative_attention"),
-    **dict.fromkeys(("rel_pos_h", "rel_pos_w", "grid", "key_grid"), _GRID),
-    "implementation": "an enabled model runs what its device supports; for one call, fused_relative_attention",
-}
-Function = TypeVar("Function", bound=Callable[..., Any])
+WORDS = {sentence: {name: here for names, here in rows.items() for name in names.split()} for sentence, rows in _WORDS.items()}
+"""By what an error says of them: the names of arguments elsewhere, and what stands for each here."""
 CLOSE = 0.75  # of 1: one letter of four is wrong
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def require_names(function: str, names: Iterable[str], allowed: Iterable[str]) -> None:
@@ -89,18 +83,9 @@ def require_names(function: str, names: Iterable[str], allowed: Iterable[str]) -
     for name in names:
         if name in allowed:
             continue
-        hint = ""
-        if name in ARGUMENTS:
-            hint = f"; {removed('it', ARGUMENTS[name])}"
-        elif name in OTHER_NAMES:
-            hint = f"; here it is {OTHER_NAMES[name]}"
-        elif name in NOT_NEEDED:
-            hint = f"; there is none here: {NOT_NEEDED[name]}"
-        elif name in ELSEWHERE:
-            hint = f"; {ELSEWHERE[name]} has it"
-        elif close := difflib.get_close_matches(name, allowed, 1, CLOSE):
-            hint = f"; did you mean {close[0]!r}?"
-        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
+        hints = [f"; {sentence.format(words[name])}" for sentence, words in WORDS.items() if name in words]
+        hints += [f"; did you mean {close!r}?" for close in difflib.get_close_matches(name, allowed, 1, CLOSE)]
+        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{(hints or [''])[0]}")
 
 
 def refuse_unknown(function: Callable[..., Any], positional: Sequence[Any], named: Iterable[str]) -> None:

@@ -1,7 +1,8 @@
 """The contract of the public functions: ranks, shapes, dtypes, devices and values, checked once, before any work.
 
 No message is formatted before it is needed: that would take longer than the checks, and formatting a symbolic number fixes its
-value. Every message begins with the argument's name, by which hints.py finds what to write instead.
+value. Every message begins with the argument's name. ``broken`` notes which rule it breaks where hints.py may know what to write
+instead.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import torch
 
 from ..positions import LARGEST_POSITION, RelativePositions
 from .arguments import Arguments, has_values
-from .hints import hint_for, warn_of_likely_mistakes
+from .hints import DTYPE, HEADS, ROWS, SHAPE, TYPE, VALUES, broken, hint_for
+from .mistakes import warn_of_likely_mistakes
 from .spec import TABLES, AttentionSpec, AttentionTensors
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -33,7 +35,7 @@ def resolve(arguments: Arguments) -> tuple[AttentionTensors, AttentionSpec]:
     try:
         tensors, spec = _resolve(arguments)
     except (TypeError, ValueError) as error:
-        if not torch.compiler.is_compiling() and (hint := hint_for(str(error), arguments)):
+        if not torch.compiler.is_compiling() and (hint := hint_for(error, arguments)):
             error.args = (f"{error}; {hint}",)
         raise
     if not torch.compiler.is_compiling():
@@ -70,7 +72,8 @@ def _resolve(arguments: Arguments) -> tuple[AttentionTensors, AttentionSpec]:
     if arguments.key_lengths is not None:
         lengths = _check_integers("key_lengths", arguments.key_lengths, query, batch, "batch")
         if lengths and not 0 <= min(lengths) <= max(lengths) <= key.shape[2]:
-            raise ValueError(f"key_lengths must lie in [0, {key.shape[2]}], got values from {min(lengths)} to {max(lengths)}")
+            got = f"got values from {min(lengths)} to {max(lengths)}"
+            raise broken("key_lengths", VALUES, ValueError(f"key_lengths must lie in [0, {key.shape[2]}], {got}"))
     window_left, window_right = _check_window(arguments.window_size, arguments.is_causal)
     query_offset = 0
     offsets: list[int] | None  # None: unknown
@@ -126,12 +129,13 @@ def arranged(arguments: Arguments) -> AttentionTensors:
 
 def _require_shape(name: str, tensor: torch.Tensor, expected: tuple[int, ...], meaning: str) -> None:
     if tensor.shape != expected:
-        raise ValueError(f"{name} must have shape {meaning} = {expected}, got {tuple(tensor.shape)}")
+        error = ValueError(f"{name} must have shape {meaning} = {expected}, got {tuple(tensor.shape)}")
+        raise broken(name, SHAPE, error)
 
 
 def _require_tensor(name: str, tensor: torch.Tensor, query: torch.Tensor) -> None:
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        raise broken(name, TYPE, TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}"))
     if tensor.layout is not torch.strided or tensor.is_nested:
         layout = "a nested one" if tensor.is_nested else f"layout {tensor.layout}"
         raise TypeError(f"{name} must be a strided tensor, got {layout}")
@@ -143,10 +147,10 @@ def check_operand(name: str, tensor: torch.Tensor, query: torch.Tensor, or_float
     """Check that a tensor is on query's device and in its dtype, or in float32 if that may be."""
     _require_tensor(name, tensor, query)
     if tensor.dtype not in DTYPES:
-        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}")
+        raise broken(name, DTYPE, TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}"))
     if tensor.dtype != query.dtype and not (or_float32 and tensor.dtype == torch.float32):
         allowed = f"{query.dtype} or float32" if or_float32 else f"{query.dtype}"
-        raise TypeError(f"{name} must have query's dtype {allowed}, got {tensor.dtype}")
+        raise broken(name, DTYPE, TypeError(f"{name} must have query's dtype {allowed}, got {tensor.dtype}"))
 
 
 def _check_shapes(arguments: Arguments) -> None:
@@ -155,17 +159,18 @@ def _check_shapes(arguments: Arguments) -> None:
     for name in ("query", "key", "value", "rel_query"):
         tensor = getattr(arguments, name)
         if tensor is not None and tensor.dim() != rank:
-            raise ValueError(f"{name} must have {rank} dimensions {dimensions}, got {tuple(tensor.shape)}")
+            raise broken(name, SHAPE, ValueError(f"{name} must have {rank} dimensions {dimensions}, got {tuple(tensor.shape)}"))
     query, key, value_width = arguments.query.shape, arguments.key.shape, arguments.value.shape[-1]
     heads, width, key_heads = query[1], query[-1], key[1]
     if width == 0 or value_width == 0:
         raise ValueError(f"widths must be positive, got {width} (query), {value_width} (value)")
     if arguments.enable_gqa:
         if heads % key_heads if key_heads else heads:
-            raise ValueError(f"query's heads must be a multiple of key's with enable_gqa, got {heads} and {key_heads}")
+            text = f"query's heads must be a multiple of key's with enable_gqa, got {heads} and {key_heads}"
+            raise broken("query", HEADS, ValueError(text))
     elif key_heads != heads:
-        got = f"got {key_heads} in {tuple(key)}"
-        raise ValueError(f"key must have query's {heads} heads, {got}; enable_gqa=True lets heads share")
+        text = f"key must have query's {heads} heads, got {key_heads} in {tuple(key)}; enable_gqa=True lets heads share"
+        raise broken("key", HEADS, ValueError(text))
     expected = (*key[:-1], width) if arguments.is_packed else (query[0], *key[1:-1], width)
     _require_shape("key", arguments.key, expected, f"{dimensions} with query's batch and width")
     _require_shape("value", arguments.value, (*key[:-1], value_width), f"{dimensions} with key's heads and length")
@@ -192,7 +197,7 @@ def _check_tables(arguments: Arguments) -> int | None:
             wanted = (
                 f"(R, width) or (heads, R, width) with R >= 1 and width = {row[0]}" if row else "(R,) or (heads, R) with R >= 1"
             )
-            raise ValueError(f"{name} must have shape {wanted}, got {tuple(shape)}")
+            raise broken(name, SHAPE, ValueError(f"{name} must have shape {wanted}, got {tuple(shape)}"))
         if len(shape) > rank:
             _require_shape(name, table, (arguments.query.shape[1], *shape[1:]), "(heads, R, width)" if row else "(heads, R)")
         if num_rows is None:
@@ -208,12 +213,16 @@ def _check_positions(positions: RelativePositions | None, num_rows: int | None) 
             raise ValueError("positions was given, but no table: rel_key, rel_value, rel_bias or rel_p2c")
         return NO_TABLE
     if positions is None:
-        return RelativePositions.centred(num_rows)
+        try:
+            return RelativePositions.centred(num_rows)
+        except ValueError as error:
+            raise broken("positions", ROWS, error) from None
     if not isinstance(positions, RelativePositions):
-        raise TypeError(f"positions must be a RelativePositions, got {type(positions).__name__}")
+        raise broken("positions", TYPE, TypeError(f"positions must be a RelativePositions, got {type(positions).__name__}"))
     if positions.num_rows != num_rows:
         ends = f"{positions.first} to {positions.last}"
-        raise ValueError(f"positions from {ends} need {positions.num_rows} rows, but the table has R = {num_rows}")
+        text = f"positions from {ends} need {positions.num_rows} rows, but the table has R = {num_rows}"
+        raise broken("positions", ROWS, ValueError(text))
     return positions
 
 
@@ -239,7 +248,7 @@ def _check_starts(which: str, cu_seqlens: Any, max_seqlen: Any, query: torch.Ten
     if starts is not None:
         lengths = [stop - start for start, stop in itertools.pairwise(starts)]
         if min(lengths, default=0) < 0 or starts[0] != 0 or starts[-1] != total:
-            raise ValueError(f"{name} must rise from 0 to the total length {total}, got {starts}")
+            raise broken(name, VALUES, ValueError(f"{name} must rise from 0 to the total length {total}, got {starts}"))
         needed = max(lengths, default=0)
         if longest < needed:
             raise ValueError(f"max_seqlen_{which} must be at least {needed}, the longest of {name}, got {longest}")
@@ -249,7 +258,8 @@ def _check_starts(which: str, cu_seqlens: Any, max_seqlen: Any, query: torch.Ten
 def _check_mask(attn_mask: torch.Tensor, query: torch.Tensor, shape: tuple[int, ...]) -> None:
     _require_tensor("attn_mask", attn_mask, query)
     if attn_mask.dtype != torch.bool and attn_mask.dtype not in (query.dtype, torch.float32):
-        raise TypeError(f"attn_mask must be bool, query's dtype {query.dtype} or float32, got {attn_mask.dtype}")
+        text = f"attn_mask must be bool, query's dtype {query.dtype} or float32, got {attn_mask.dtype}"
+        raise broken("attn_mask", DTYPE, TypeError(text))
     if attn_mask.requires_grad:
         raise ValueError(
             "attn_mask is not differentiable here, but requires_grad is set. Learned bias per distance: rel_bias. "
@@ -258,14 +268,15 @@ def _check_mask(attn_mask: torch.Tensor, query: torch.Tensor, shape: tuple[int, 
     sizes = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
     # Not "in (1, full)", of which torch.compile makes False where one of two equal sizes is symbolic.
     if len(sizes) != 4 or not all(size == 1 or size == full for size, full in zip(sizes, shape, strict=True)):
-        raise ValueError(f"attn_mask must broadcast to (batch, heads, Nq, Nk) = {shape}, got {tuple(attn_mask.shape)}")
+        text = f"attn_mask must broadcast to (batch, heads, Nq, Nk) = {shape}, got {tuple(attn_mask.shape)}"
+        raise broken("attn_mask", SHAPE, ValueError(text))
 
 
 def _check_integers(name: str, tensor: torch.Tensor, query: torch.Tensor, length: int, meaning: str) -> list[int] | None:
     """Check a vector of integers, or a single one for all; return its values, None if reading them would wait for a GPU."""
     _require_tensor(name, tensor, query)
     if tensor.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name} must be int32 or int64, got {tensor.dtype}")
+        raise broken(name, DTYPE, TypeError(f"{name} must be int32 or int64, got {tensor.dtype}"))
     if tensor.dim() > 0:
         _require_shape(name, tensor, (length,), f"({meaning},)")
     if not has_values(tensor):
@@ -325,7 +336,7 @@ def _plain(name: str, value: Any, kind: Any, learned: str = "") -> Any:
             raise TypeError(f"{name} must be {wanted} and has no gradient, got a tensor that requires one: {cure}")
         raise TypeError(f"{name} must be {wanted}, got a tensor; .item() reads its value")
     if isinstance(value, bool) or not isinstance(value, abstract):
-        raise TypeError(f"{name} must be {wanted}, got {value!r}")
+        raise broken(name, TYPE, TypeError(f"{name} must be {wanted}, got {value!r}"))
     return kind(value)
 
 

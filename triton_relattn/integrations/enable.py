@@ -1,4 +1,21 @@
-"""Enable and disable for any model: modules with relative attention are found, compared, and given their new class."""
+"""Enable and disable for any model. A module that has relative attention takes this way:
+
+enable                                  all modules of the model; who knows them?
+Library.find (libraries.py)             by its class, or
+structure.find (structure/__init__.py)  by its parameters, children and arguments: a Match, with ours in its place
+compare (comparison.py)                 the stock forward and ours, on a shadow of the module with random weights (shadow.py)
+enabled_class (enabled.py)              a class derived from the stock one, which change_classes gives the module
+Report (report.py)                      what was replaced, and what was left and why
+
+A call of it then takes this one:
+
+compute (enabled.py)                    ours or the stock forward?
+translate, is_served (replacement.py)   our names for the arguments; whether ours computes such calls
+judge (calls.py)                        in some calls both run, and are compared
+run (replacement.py)                    the forward of ours: an InPlace (in_place.py) or a Kind (structure/kind.py)
+
+Classes that keep theirs get ours by the attention implementation that their config names (transformers/door.py).
+"""
 
 from __future__ import annotations
 
@@ -236,7 +253,7 @@ def _compare(
                 raise Refused(match.reason)
             replacement, difference = compare(module, match.ours, similar.get(key))
             new = match.ours
-            if not getattr(new, "keeps_class", False):
+            if not new.keeps_class:
                 new = enabled_class(stock, match.ours, getattr(replacement.ours, "layout", None))
                 try:
                     object.__new__(stock).__class__ = new

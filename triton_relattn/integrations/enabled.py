@@ -17,7 +17,7 @@ from .._core.warn import warn_once
 from . import calls
 from .calls import CALLS, Calls, Compared, Verdict
 from .comparison import first_line
-from .replacement import Replacement
+from .replacement import Ours, Replacement
 
 ATTRIBUTE = "_triton_relattn"
 """What the class in place of a stock class has, and no other: a :class:`Replacement`."""
@@ -49,7 +49,7 @@ class Match(NamedTuple):
 
 
 def compute(replacement: Replacement, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute a call by ours or by the stock forward."""
+    """Compute a call by ours, if it serves the call and is not known to differ; else by the stock forward."""
     if calls.is_graph():
         return replacement.by_stock(module, args, kwargs)
     given, record = replacement.translate(args, kwargs), calls.record(module)
@@ -57,42 +57,36 @@ def compute(replacement: Replacement, module: Any, args: tuple[Any, ...], kwargs
         may_be_ours = given is not None and not has_hooks(module) and (not record.needs_comparison or record.is_compared)
         is_ours = may_be_ours and replacement.is_served(module, given)  # type: ignore[arg-type]
         return replacement.run(module, given) if is_ours else replacement.by_stock(module, args, kwargs)  # type: ignore[arg-type]
+    stock = partial(replacement.by_stock, module, args, kwargs)
     record.running += 1
     try:
-        if given is not None:
-            pairs = int(replacement.ours.pairs(module, **replacement.pairs_takes(given)))
-            tensors = (value for value in given.values() if isinstance(value, torch.Tensor))
-            fewest = vars(module).get(FEWEST, replacement.ours.fewest)
-            is_large = pairs >= fewest or any(tensor.device.type != "cpu" for tensor in tensors)
-            if is_large and replacement.is_served(module, given):
-                if has_hooks(module):
-                    verdict = Verdict("a part of it, or torch for all modules, has hooks")
-                else:
-                    verdict = calls.judge(replacement, module, args, kwargs, pairs)
-                if not verdict.text:
-                    return _run_or_stock(replacement, module, args, kwargs, given)
-                if not verdict.differs:
-                    _say(replacement, verdict.text)
-                else:
-                    restore(module)
-                    about = f"{replacement.stock.__qualname__} differs from the stock forward in this call"
-                    about += f" and uses its stock class again: {verdict.text}"
-                    warnings.warn(
-                        f"triton_relattn: {about}. Results of earlier calls like this one may also be wrong", stacklevel=3
-                    )
-        return replacement.by_stock(module, args, kwargs)
+        if given is None:
+            return stock()
+        pairs = int(replacement.ours.pairs(module, **replacement.pairs_takes(given)))
+        tensors = (value for value in given.values() if isinstance(value, torch.Tensor))
+        fewest = vars(module).get(FEWEST, replacement.ours.fewest)
+        is_large = pairs >= fewest or any(tensor.device.type != "cpu" for tensor in tensors)
+        if not (is_large and replacement.is_served(module, given)):
+            return stock()
+        if has_hooks(module):
+            verdict = Verdict("a part of it, or torch for all modules, has hooks")
+        else:
+            verdict = calls.judge(replacement, module, args, kwargs, pairs)
+        if verdict.differs:
+            restore(module)
+            about = f"{replacement.stock.__qualname__} differs from the stock forward in this call"
+            about += f" and uses its stock class again: {verdict.text}"
+            warnings.warn(f"triton_relattn: {about}. Results of earlier calls like this one may also be wrong", stacklevel=3)
+            return stock()
+        if verdict.text:
+            _say(replacement, verdict.text, 4)
+            return stock()
+        ours = partial(replacement.run, module, given)
+        if hasattr(given.get("cache"), "update"):  # ours may have appended keys, and the stock forward would do so again
+            return ours()
+        return ours_or_stock(ours, stock, lambda text: _say(replacement, text, 5))
     finally:
         record.running -= 1
-
-
-def _run_or_stock(
-    replacement: Replacement, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, Any]
-) -> Any:
-    """Compute a call by ours, and where that raises by the stock forward."""
-    if hasattr(given.get("cache"), "update"):  # ours may have appended keys, and the stock forward would do so again
-        return replacement.run(module, given)
-    ours, stock = partial(replacement.run, module, given), partial(replacement.by_stock, module, args, kwargs)
-    return ours_or_stock(ours, stock, lambda text: _say(replacement, text, 6))
 
 
 def ours_or_stock(ours: Callable[[], Any], stock: Callable[[], Any], say: Callable[[str], None]) -> Any:
@@ -108,7 +102,7 @@ def ours_or_stock(ours: Callable[[], Any], stock: Callable[[], Any], say: Callab
     return result
 
 
-def _say(replacement: Replacement, reason: str, stacklevel: int = 4) -> None:
+def _say(replacement: Replacement, reason: str, stacklevel: int) -> None:
     """Say once why calls are not computed by ours."""
     about = f"calls of {replacement.stock.__qualname__} like this one are computed by its stock forward, because {reason}"
     warn_once(about, f"triton_relattn: {about}", stacklevel, UserWarning)
@@ -123,7 +117,7 @@ def has_hooks(module: nn.Module) -> bool:
     return any(child._forward_hooks or child._forward_pre_hooks or has_hooks(child) for child in children)
 
 
-class PassesOn:
+class PassesOn(Ours):
     """Mixin of classes in place of those of modules that only pass masks or positions on to attention."""
 
     passes_on = True

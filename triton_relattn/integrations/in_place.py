@@ -11,7 +11,7 @@ import torch
 from .comparison import Sample
 from .enabled import ATTRIBUTE, enabled_class
 from .libraries import NAMES
-from .replacement import HARMLESS, Replacement
+from .replacement import HARMLESS, Ours, Replacement
 
 MASKS = ("attention_mask", "mask", "attn_mask")
 BATCH, LENGTHS = 2, (7, 19)
@@ -23,7 +23,7 @@ FEWEST = 1 << 19
 the packages of docs/enable.md, 1 and 8 sequences of 32 to 512 positions: below it was faster, by up to a factor of two."""
 
 
-class InPlace:
+class InPlace(Ours):
     """Mixin of classes in place of a library's: ``forward`` is ours. It gets each argument by our name for it, and the small
     forms of what other layers pass on.
 
@@ -38,34 +38,14 @@ class InPlace:
         def __getattr__(self, name: str) -> Any:
             """Return an attribute of the stock class."""
 
-    passes_on = False
-    """Whether it only makes positions, or a bias, for attention."""
     mask_hides = False
     """Whether a boolean mask of the stock forward is True of what is hidden, not of what is seen."""
-    lacks_weights = True
-    """Whether ours returns None where the stock forward returns attention weights."""
     fewest = FEWEST
-    casts: tuple[str, ...] = ()
-    """Arguments, by our names, that the stock forward casts to the dtype of its weights."""
-    small: tuple[str, ...] = ()
-    """Arguments that ours takes in their small forms alone: of others the call is the stock forward's."""
-    constants: tuple[str, ...] = ()
-    """Arguments that have no gradient, beside the mask."""
 
     @property
     def longest(self: Any) -> int:
         """The largest length that is compared: more than windows and tables have rows, if that is not too many."""
         return 40
-
-    @staticmethod
-    def applies(module: Any) -> bool:
-        """Return whether a module of the stock class has a relative term that ours computes."""
-        return True
-
-    @staticmethod
-    def why_not(module: Any) -> str:
-        """Return why ours does not compute what a module does in its model, which its comparison alone would not show."""
-        return ""
 
     def example(self: Any, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
         """Return arguments of the stock forward, on torch's default device. real: (B, N), bool, True of what is no padding."""

@@ -1,18 +1,24 @@
-"""The classes of libraries that are replaced, as data: the stock class, the class in its place, and the oldest version served."""
+"""The classes of libraries that are replaced, as data: the stock class, the class in its place, and the oldest version served.
+
+Where a stock class stays but for a function that it calls, the data is that function (:class:`WithFunctions`).
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import inspect
 import re
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import nn
 
+from .calls import is_graph
 from .enabled import LIBRARY, Match, PassesOn
+from .replacement import Ours
 
 NAMES = {"cache": ("cache", "past_key_values", "layer_past")}
 """The names that stock classes have for an argument of ours: versions of transformers differ, and so do its families."""
@@ -29,10 +35,10 @@ class Source(NamedTuple):
     title: str
     classes: Mapping[str, str | type]
 
-    def load(self, folder: str) -> dict[type, type]:
+    def load(self, folder: str) -> dict[type, type[Ours]]:
         """Import the stock classes and ours; folder: the library's package here."""
         stock = importlib.import_module(self.module)
-        loaded = {}
+        loaded: dict[type, Any] = {}
         for name, ours in self.classes.items():
             if isinstance(ours, str):
                 module, _, class_name = ours.rpartition(".")
@@ -67,18 +73,17 @@ class Library(NamedTuple):
                         found[name] = Match(source.title, LIBRARY, reason=f"{self.package} {version}: {error}")
                 continue
             for name, module in modules.items():
-                ours = classes.get(type(module))
-                if ours is not None:
-                    reason = getattr(ours, "why_not", lambda _: "")(module)
-                    found[name] = None
-                    if getattr(ours, "applies", lambda _: True)(module):
-                        title = getattr(ours, "titled", lambda _, family: family)(module, source.title)
-                        found[name] = Match(title, LIBRARY, None if reason else ours, reason)
-                else:
-                    base = next((base for base in type(module).__mro__ if base in classes), None)
-                    if base is not None and not issubclass(classes[base], PassesOn):
-                        reason = f"its class is derived from {base.__name__}, which is served, and what it changes is not known"
-                        found[name] = Match(source.title, LIBRARY, reason=reason)
+                base = next((base for base in type(module).__mro__ if base in classes), None)
+                if base is None:
+                    continue
+                ours = classes[base]
+                if base is type(module):
+                    reason = ours.why_not(module)
+                    match = Match(ours.titled(module, source.title), LIBRARY, None if reason else ours, reason)
+                    found[name] = match if ours.applies(module) else None
+                elif not issubclass(ours, PassesOn):
+                    reason = f"its class is derived from {base.__name__}, which is served, and what it changes is not known"
+                    found[name] = Match(source.title, LIBRARY, reason=reason)
         return found
 
 
@@ -110,3 +115,31 @@ def with_globals(function: Callable[..., Any], **names: Any) -> Callable[..., An
     changed = types.FunctionType(function.__code__, others, function.__name__, function.__defaults__, function.__closure__)
     changed.__kwdefaults__ = function.__kwdefaults__
     return changed
+
+
+class WithFunctions(PassesOn):
+    """Mixin of classes whose methods are the stock class's, and call functions of ours in place of some of their file."""
+
+    methods: tuple[str, ...] = ("forward",)
+    functions: ClassVar[dict[str, Any]] = {}
+    """By the names of the stock functions; those of ours make small masks."""
+
+    def takes_small_masks(self) -> bool:
+        """Return whether all attention inside is ours, outside a graph."""
+        return not is_graph()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "stock_class" not in vars(cls):
+            return
+        for name in cls.methods:
+            stock = getattr(cls.stock_class, name)
+            setattr(cls, name, cls._either(stock, with_globals(stock, **cls.functions)))
+
+    @staticmethod
+    def _either(stock: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(stock)
+        def method(self: WithFunctions, *args: Any, **kwargs: Any) -> Any:
+            return (ours if self.takes_small_masks() else stock)(self, *args, **kwargs)
+
+        return method

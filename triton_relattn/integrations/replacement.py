@@ -28,13 +28,45 @@ sliding_window.
 """
 
 
+class Ours:
+    """What is there in place of a stock class: attention (InPlace, Kind), or what passes masks on to attention (PassesOn)."""
+
+    passes_on = False
+    """Whether it only makes masks, positions, or a bias, for attention."""
+    keeps_class = False
+    """Whether modules keep their class: they get ours by the attention implementation that their config names."""
+    lacks_weights = True
+    """Whether ours returns None where the stock forward returns attention weights."""
+    casts: tuple[str, ...] = ()
+    """Arguments, by our names, that the stock forward casts to the dtype of its weights."""
+    small: tuple[str, ...] = ()
+    """Arguments that ours takes in their small forms alone: of others the call is the stock forward's."""
+    constants: tuple[str, ...] = ()
+    """Arguments that have no gradient, beside the mask."""
+
+    @staticmethod
+    def applies(module: Any) -> bool:
+        """Return whether a module of the stock class has a relative term that ours computes."""
+        return True
+
+    @staticmethod
+    def why_not(module: Any) -> str:
+        """Return why ours does not compute what a module does in its model, which its comparison alone would not show."""
+        return ""
+
+    @staticmethod
+    def titled(module: Any, title: str) -> str:
+        """Return what a module computes, title: of its family."""
+        return title
+
+
 class Replacement:
     """The two ways to compute a call of a stock class: its own forward, and ours, which serves some calls.
 
     stock: the class; ``stock_forward`` of ours may compute its calls with other functions. ours: a class derived from InPlace, or
-    a Kind, whose functions are called with the module
-    first. function: our forward. names: our names for the stock forward's arguments. harmless: arguments that have no effect on
-    the result. mask: the stock forward's name for the mask. constants: arguments without a gradient.
+    a Kind, whose functions are called with the module first. function: our forward. names: our names for the stock forward's
+    arguments. harmless: arguments that have no effect on the result. mask: the stock forward's name for the mask. constants:
+    arguments without a gradient.
     """
 
     def __init__(

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from nemo.collections.asr.modules import transformer_encoder as stock
 
 from ...positions import RelativePositions
-from ..calls import is_graph
-from ..enabled import PassesOn
 from ..in_place import InPlace
-from ..libraries import with_globals
+from ..libraries import WithFunctions, with_globals
 from ..masks import ChunkedWindow
 from ..operators import attend, join_heads, split_heads
 
@@ -76,24 +74,17 @@ def small_mask(keys: tuple[torch.Tensor, bool], B: int, H: int, Q_LEN: int, KV_L
     return ChunkedWindow(lengths, right=0 if is_causal else -1, make=make)
 
 
-# The encoder's own code, where the functions that make a BlockMask make the arguments of small_mask
-STOCK = stock.TransformerEncoder.forward_internal
-SMALL = with_globals(
-    STOCK,
-    _make_causal_mod=lambda: True,
-    _make_padding_mod=lambda lengths: (lengths, False),
-    and_masks=lambda is_causal, keys: (keys[0], is_causal),
-    create_block_mask=small_mask,
-)
+class TransformerEncoder(WithFunctions):
+    """Encoder that passes lengths to its attention: the functions that make torch's BlockMask make arguments of small_mask."""
 
-
-class TransformerEncoder(PassesOn):
-    """Encoder that passes lengths to its attention, instead of torch's BlockMask."""
+    methods = ("forward_internal",)
+    functions: ClassVar[dict[str, Any]] = {
+        "_make_causal_mod": lambda: True,
+        "_make_padding_mod": lambda lengths: (lengths, False),
+        "and_masks": lambda is_causal, keys: (keys[0], is_causal),
+        "create_block_mask": small_mask,
+    }
 
     @staticmethod
     def applies(module: Any) -> bool:
         return module.self_attention_model == "rel_pos"  # type: ignore[no-any-return]
-
-    def forward_internal(self, audio_signal: torch.Tensor, length: torch.Tensor, bypass_pre_encode: bool = False) -> Any:
-        forward = STOCK if is_graph() else SMALL
-        return forward(self, audio_signal, length, bypass_pre_encode)

@@ -17,7 +17,7 @@ from ..comparison import Sample, cloned_arguments, described, model_dtype, run, 
 from ..in_place import FEWEST
 from ..in_place import padded as padded
 from ..operators import drop_probability, split_heads
-from ..replacement import Replacement
+from ..replacement import Ours, Replacement
 from ..shadow import copied, projections
 from .roles import MASK, POSITIONS, argument_roles
 
@@ -62,7 +62,7 @@ Reading = tuple[dict[str, str], dict[str, tuple[Any, ...]]]
 """Names of a module's attributes by role, and what each option may be, the likeliest first."""
 
 
-class Kind:
+class Kind(Ours):
     """A way in which attention is relative, for a stock class with a layout: :meth:`compute` takes the place of its forward.
 
     Its arguments come by role. It computes the calls that it :meth:`serves`; all others are the stock forward's. The class in
@@ -75,10 +75,7 @@ class Kind:
     meanings: ClassVar[tuple[str, ...]] = (SHOWN, HIDDEN)
     """What a mask may mean; none: a forward with a mask is of another kind."""
     fewest = FEWEST
-    casts: tuple[str, ...] = ()
-    small: tuple[str, ...] = ()
-    constants: tuple[str, ...] = ()
-    passes_on = lacks_weights = False
+    lacks_weights = False
     keeps: ClassVar[tuple[str, ...]] = ("attn",)
     """Attributes where stock forwards leave attention weights, of which ours leaves None."""
 

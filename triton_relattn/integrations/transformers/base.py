@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from ..masks import ChunkedWindow
 from ..operators import fused_relative_attention, split_heads
 from ..packing import Packing
 from ..shadow import projections
+from ..structure.grid import DecomposedPositions
+from ..structure.transformer_xl import ProjectedPositions
 from . import masks
 from .masks import COLLECTS, PADDING_IF_THAT_IS_ALL, collects_weights, view
 
@@ -68,6 +71,30 @@ class ChunkedAttention(Attention):
 
     def keys_per_query(self, keys: int) -> int:
         return min(keys, self.context_size)  # type: ignore[no-any-return]
+
+
+class KindOfTransformers:
+    """Mixin of kinds of structure/ that compute classes of transformers."""
+
+    fewest = property(lambda self: InPlace.fewest)  # as of the other classes of transformers, also on a grid
+
+    def serves(self, module: Any, **given: Any) -> bool:
+        return not wants_weights(module) and super().serves(module, **given)  # type: ignore[misc]
+
+
+class FastSpeech2ConformerAttention(KindOfTransformers, ProjectedPositions):
+    """Its mask is one of padding, (B, 1, N)."""
+
+    def masks(self, batch: int, length: int) -> Iterator[tuple[str, torch.Tensor | None]]:
+        return itertools.islice(super().masks(batch, length), 2)
+
+
+class GridAttention(KindOfTransformers, DecomposedPositions):
+    """Tokens that pad a window are keys as all others."""
+
+    @staticmethod
+    def applies(module: Any) -> bool:
+        return hasattr(module, "rel_pos_h")
 
 
 def query_key_value(module: Any, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

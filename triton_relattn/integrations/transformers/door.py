@@ -138,12 +138,15 @@ def attention(
     # No model of transformers passes on None where the future is hidden, but for a graph, in which masks are plain.
     is_unclear = attention_mask is None and is_causal and not are_plain()
     is_trained = isinstance(attention_mask, torch.Tensor) and attention_mask.requires_grad
-    if is_unclear or is_trained or kwargs.get("output_attentions") or _is_dense(_small(position_bias)):
-        return _by_stock(call)
-    if not is_ours(module) or _has_few(module, query, key):
+    small = _small(position_bias)
+    is_dense = isinstance(small, torch.Tensor) and small.dim() > 2 and small.shape[-1] > 1  # else it is the same for all keys
+    if is_unclear or is_trained or is_dense or kwargs.get("output_attentions") or not is_ours(module):
         return _by_stock(call)
     if torch.compiler.is_compiling():
         return _by_ours(call)
+    fewest = vars(module).get(FEWEST, ThroughTheDoor.fewest)
+    if query.device.type == "cpu" and query.shape[:3].numel() * key.shape[2] < fewest:  # eager attention is faster
+        return _by_stock(call)
     about = f"attention of {type(module).__qualname__} in calls like this one is eager's, because"
     return ours_or_stock(
         partial(_by_ours, call),
@@ -178,18 +181,6 @@ def _by_ours(call: Call) -> tuple[torch.Tensor, None]:
 def _small(position_bias: Any) -> Any:
     """Return a bias as small as it is known."""
     return position_bias.small if isinstance(position_bias, Compact) and not position_bias.is_written else position_bias
-
-
-def _is_dense(position_bias: Any) -> bool:
-    """Return whether a bias is neither a Term, nor a table, nor the same for all keys, which has no effect."""
-    return isinstance(position_bias, torch.Tensor) and position_bias.dim() > 2 and position_bias.shape[-1] > 1
-
-
-def _has_few(module: Any, query: torch.Tensor, key: torch.Tensor) -> bool:
-    """Return whether eager attention is faster."""
-    if torch.compiler.is_compiling() or query.device.type != "cpu":
-        return False
-    return bool(query.shape[:3].numel() * key.shape[2] < vars(module).get(FEWEST, ThroughTheDoor.fewest))
 
 
 def _by_stock(call: Call) -> Any:

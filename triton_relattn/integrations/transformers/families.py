@@ -97,6 +97,12 @@ CLASSES = {
     "alibi.MptModel": "mpt.MptModel",
     "base.Encoder": "inkling.InklingTextModel mpnet.MPNetModel speecht5.SpeechT5Encoder vits.VitsEncoder "
     "seamless_m4t_v2.SeamlessM4Tv2ConformerAdapterLayer",
+    "base.FastSpeech2ConformerAttention": "fastspeech2_conformer.FastSpeech2ConformerAttention",
+    "base.GridAttention": "sam.SamVisionAttention sam.SamVisionSdpaAttention sam_hq.SamHQVisionAttention "
+    "sam_hq.SamHQVisionSdpaAttention deepseek_ocr2.DeepseekOcr2SamVisionAttention "
+    "deepseek_ocr2.DeepseekOcr2SamVisionSdpaAttention unlimited_ocr.UnlimitedOcrSamVisionAttention "
+    "unlimited_ocr.UnlimitedOcrSamVisionSdpaAttention got_ocr2.GotOcr2VisionAttention slanext.SLANeXtVisionAttention "
+    "pp_formulanet.PPFormulaNetVisionAttention seggpt.SegGptAttention vitdet.VitDetAttention",
     "conformer.ConformerAttention": "wav2vec2_bert.Wav2Vec2BertSelfAttention wav2vec2_conformer.Wav2Vec2ConformerSelfAttention "
     "seamless_m4t.SeamlessM4TConformerSelfAttention",
     "conformer.SeamlessM4Tv2Attention": "seamless_m4t_v2.SeamlessM4Tv2ConformerSelfAttention",
@@ -117,14 +123,7 @@ CLASSES = {
     "inkling.InklingModel": "inkling.InklingModel",
     "inkling2.FullAttention": "inkling2.Inkling2FullAttention inkling2_loop.Inkling2LoopFullAttention",
     "inkling2.SinkAttention": "inkling2.Inkling2SlidingAttention inkling2_loop.Inkling2LoopSlidingAttention",
-    "inkling2.TextModel": "inkling2.Inkling2TextModel",
-    "inkling2_loop.TextModel": "inkling2_loop.Inkling2LoopTextModel",
-    "kinds.FastSpeech2ConformerAttention": "fastspeech2_conformer.FastSpeech2ConformerAttention",
-    "kinds.GridAttention": "sam.SamVisionAttention sam.SamVisionSdpaAttention sam_hq.SamHQVisionAttention "
-    "sam_hq.SamHQVisionSdpaAttention deepseek_ocr2.DeepseekOcr2SamVisionAttention "
-    "deepseek_ocr2.DeepseekOcr2SamVisionSdpaAttention unlimited_ocr.UnlimitedOcrSamVisionAttention "
-    "unlimited_ocr.UnlimitedOcrSamVisionSdpaAttention got_ocr2.GotOcr2VisionAttention slanext.SLANeXtVisionAttention "
-    "pp_formulanet.PPFormulaNetVisionAttention seggpt.SegGptAttention vitdet.VitDetAttention",
+    "inkling2.TextModel": "inkling2.Inkling2TextModel inkling2_loop.Inkling2LoopTextModel",
     "nemotron_asr_streaming.StreamingAttention": "nemotron_asr_streaming.NemotronAsrStreamingEncoderAttention",
     "nemotron_asr_streaming.StreamingBlock": "nemotron_asr_streaming.NemotronAsrStreamingEncoderBlock",
     "nemotron_asr_streaming.StreamingEncoder": "nemotron_asr_streaming.NemotronAsrStreamingEncoder",

@@ -1,4 +1,4 @@
-"""The language model of Inkling 2."""
+"""The language models of Inkling 2, and of Inkling 2 Loop, some of whose layers run several times."""
 
 from __future__ import annotations
 
@@ -125,12 +125,11 @@ def sizes_now(cache: Any, length: int) -> Any:
     return now
 
 
-def without_distances(model: Any) -> Any:
-    """Return a text model's forward that does not make the distances of all pairs."""
-    forward = with_globals(inspect.unwrap(model.forward), get_relative_distance=no_distances)
-    return merge_with_config_defaults(capture_outputs(forward))
-
-
 class TextModel(Encoder):
-    if not IS_5_23:
-        forward = without_distances(stock.Inkling2TextModel)
+    """Model that does not make the distances of all pairs."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        if not IS_5_23 and "stock_class" in vars(cls):
+            forward = with_globals(inspect.unwrap(cls.stock_class.forward), get_relative_distance=no_distances)
+            cls.forward = merge_with_config_defaults(capture_outputs(forward))  # type: ignore[attr-defined]
+        super().__init_subclass__(**kwargs)

@@ -190,7 +190,9 @@ class Attend(InPlace):
         return attended, intermediates
 
     def serves(self, attn_bias: Any = None) -> bool:  # type: ignore[override]
-        return isinstance(attn_bias, Bias) and self._is_plain()
+        """Return whether ours computes a call: a softmax of the logits, and no more."""
+        is_softmax = getattr(self.attn_fn, "func", None) is softmax and self.attn_fn.keywords["dim"] == -1
+        return isinstance(attn_bias, Bias) and is_softmax and not any(getattr(self, setting, None) for setting in MORE)
 
     @staticmethod
     def counted(mask: torch.Tensor) -> torch.Tensor | None:
@@ -209,8 +211,3 @@ class Attend(InPlace):
         positions = RelativePositions(1 - length, length - 1)
         bias = Bias(length, length, rel_bias=torch.randn(heads, positions.num_rows), positions=positions)
         return {"q": q, "k": k, "v": v, "mask": real, "attn_bias": bias}
-
-    def _is_plain(self) -> bool:
-        """Return whether it is a softmax of the logits, and no more."""
-        is_softmax = getattr(self.attn_fn, "func", None) is softmax and self.attn_fn.keywords["dim"] == -1
-        return is_softmax and not any(getattr(self, setting, None) for setting in MORE)

@@ -1,22 +1,25 @@
-"""SpeechBrain's attention with relative positions, and the transformer for speech recognition that makes its masks."""
+"""SpeechBrain's ``RelPosMHAXL`` on :func:`triton_relattn.fused_relative_attention`, and the masks of its ``TransformerASR``."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from speechbrain.lobes.models.transformer import TransformerASR as transformer_asr
 from torch import nn
 
-from ...positions import RelativePositions
-from ..calls import is_graph
-from ..enabled import PassesOn
-from ..in_place import InPlace
-from ..libraries import with_globals
-from ..masks import ChunkedWindow
-from ..operators import attend, drop_probability, join_heads, split_heads
+from ..positions import RelativePositions
+from .enable import disable, enable
+from .in_place import InPlace
+from .libraries import Library, Source, WithFunctions
+from .masks import ChunkedWindow
+from .operators import attend, drop_probability, join_heads, split_heads
+
+__all__ = ["disable", "enable"]
+
+TRANSFORMER = "speechbrain.lobes.models.transformer.TransformerASR"
 
 LEFT = 5
 """The window of a comparison."""
@@ -105,12 +108,13 @@ class RelPosMHAXL(InPlace):
 
 def make_masks(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """Return what ``make_transformer_src_tgt_masks`` does, but no mask (T, T) of what the encoder's attention sees."""
-    given = inspect.signature(transformer_asr.make_transformer_src_tgt_masks).bind(*args, **kwargs).arguments
+    stock = importlib.import_module(TRANSFORMER).make_transformer_src_tgt_masks
+    given = inspect.signature(stock).bind(*args, **kwargs).arguments
     causal, dynchunktrain_config = given.pop("causal", False), given.pop("dynchunktrain_config", None)
-    src_padding, tgt_padding, _, tgt_mask = transformer_asr.make_transformer_src_tgt_masks(**given)
+    src_padding, tgt_padding, _, tgt_mask = stock(**given)
 
     def make() -> Any:
-        return transformer_asr.make_transformer_src_tgt_masks(*args, **kwargs)[2]
+        return stock(*args, **kwargs)[2]
 
     window = None
     if causal:
@@ -121,24 +125,22 @@ def make_masks(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     return src_padding, tgt_padding, window, tgt_mask
 
 
-FORWARD, ENCODE = (
-    with_globals(function, make_transformer_src_tgt_masks=make_masks)
-    for function in (transformer_asr.TransformerASR.forward, transformer_asr.TransformerASR.encode)
-)
-
-
-class TransformerASR(PassesOn):
+class TransformerASR(WithFunctions):
     """Model that passes causality and chunks to the attention of its Conformer, instead of a mask (T, T)."""
+
+    methods = ("forward", "encode")
+    functions: ClassVar[dict[str, Any]] = {"make_transformer_src_tgt_masks": make_masks}
 
     @staticmethod
     def applies(module: Any) -> bool:
         return module.attention_type == "RelPosMHAXL" and type(module.encoder).__name__ == "ConformerEncoder"
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return FORWARD(self, *args, **kwargs) if self._is_enabled() else super().forward(*args, **kwargs)  # type: ignore[misc]
+    def takes_small_masks(self) -> bool:
+        return super().takes_small_masks() and all(isinstance(layer.mha_layer, RelPosMHAXL) for layer in self.encoder.layers)
 
-    def encode(self, *args: Any, **kwargs: Any) -> Any:
-        return ENCODE(self, *args, **kwargs) if self._is_enabled() else super().encode(*args, **kwargs)  # type: ignore[misc]
 
-    def _is_enabled(self) -> bool:
-        return not is_graph() and all(isinstance(layer.mha_layer, RelPosMHAXL) for layer in self.encoder.layers)
+SOURCES = (
+    Source("speechbrain.nnet.attention", "SpeechBrain's Conformer", {"RelPosMHAXL": RelPosMHAXL}),
+    Source(TRANSFORMER, "SpeechBrain's Conformer", {"TransformerASR": TransformerASR}),
+)
+LIBRARY = Library("speechbrain", __name__, SOURCES)
