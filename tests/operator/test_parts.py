@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.check import WAYS, Way, check
+from tests.expected import TABLES
 from tests.samples import Sample
 from tests.tolerance import assert_near
 from triton_relattn import RelativePositions, merge_attention
@@ -19,9 +20,6 @@ from triton_relattn._core.validation import resolve
 from triton_relattn._implementations import IMPLEMENTATIONS
 from triton_relattn._operators import grid_attention, relative_attention
 from triton_relattn.testing import dropout_mask, forward_backward, make_inputs
-
-TABLES = ("rel_key", "rel_value", "rel_bias", "rel_p2c")
-
 
 # Packed sequences: the same as separate ones, with NaN in keys and values that no query sees.
 
@@ -59,7 +57,7 @@ PACKINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("case", PACKINGS)
 def test_packed_sequences(case: str, way: Way) -> None:
-    check(replace(SEQUENCES, dtype=str(way.dtype).removeprefix("torch."), **PACKINGS[case]), way)
+    check(replace(SEQUENCES, dtype=way.fields["dtype"], **PACKINGS[case]), way)
 
 
 # Parts of a call as ranks compute them, by private functions: in one process there is no public one.
