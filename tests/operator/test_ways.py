@@ -218,14 +218,6 @@ def test_checkpoint_and_hooks(attend: Any, operators: list[str]) -> None:
     assert not operators
 
 
-def test_second_derivatives_are_refused(attend: Any) -> None:
-    inputs = leaves()
-    for _ in range(2):
-        (grad,) = torch.autograd.grad(attend(*inputs).sum(), inputs[:1], create_graph=True)
-        with pytest.raises(RuntimeError, match="cannot be differentiated: there are first derivatives only"):
-            torch.autograd.grad(grad.sum(), inputs[:1])
-
-
 def test_dropout(attend: Any) -> None:
     """Each call draws new weights, known or not, and what it draws depends on torch's generator alone."""
     inputs = leaves()
