@@ -39,11 +39,14 @@ def run(program: str) -> list[str]:
     return child.stdout.splitlines()
 
 
+ASKED = "triton_relattn.distributed, triton_relattn.nn, triton_relattn.plots, triton_relattn.testing"
+
+
 def test_without_triton() -> None:
-    """Forward and backward default to blockwise and are right; asking for the kernels raises an error that names what is
-    missing."""
+    """Forward and backward default to blockwise and are right; parts of the package are imported when they are asked for, the
+    kernels with an error that names what is missing."""
     program = f"""
-import sys
+import sys, triton_relattn
 sys.modules["triton"] = None
 {USE}
 from triton_relattn.testing import assert_within_budget, forward_backward
@@ -54,9 +57,11 @@ blockwise, reference, golden = (
 for name in blockwise:
     assert_within_budget(name, blockwise[name], golden[name], reference[name], factor=3 if name.startswith("d_") else 2)
 print(*blockwise, can_run_triton(inputs.query, inputs.value))
+print(*(module.__name__ for module in ({ASKED})))
 say("triton")
 """
-    first, *others = run(program)
+    first, names, *others = run(program)
+    assert names == ASKED.replace(",", "")
     assert first.split() == ["out", "lse", "d_query", "d_key", "d_value", "d_rel_key", "False"]
     assert others[0].startswith('triton implementation="triton" cannot run here: the package triton is not installed')
     assert all(word in "\n".join(others) for word in ("NVIDIA, ROCm and XPU", "pip install triton-windows"))
@@ -145,12 +150,9 @@ NOT_FOR_KERNELS = {
 
 
 def test_parts_of_the_package_are_attributes() -> None:
-    """They are imported when they are asked for; what there is not raises Python's usual error."""
+    """All that is public can be imported; what there is not raises Python's usual error."""
     assert all(getattr(triton_relattn, name) is not None for name in triton_relattn.__all__)
     assert triton_relattn.__version__.count(".") == 2
-    asked = "triton_relattn.distributed, triton_relattn.nn, triton_relattn.plots, triton_relattn.testing"
-    (names,) = run(f"import triton_relattn\nprint(*(module.__name__ for module in ({asked})))")
-    assert names == asked.replace(",", "")
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = triton_relattn.nothing
 

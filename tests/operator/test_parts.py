@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -179,31 +180,31 @@ def test_merged_in_any_order(order: tuple[int, ...], is_causal: bool, way: Way) 
     way.check(forward_backward(attend, inputs), inputs, query_offset=0, **options)
 
 
-def test_merged_queries_that_see_nothing() -> None:
-    """Queries without keys in one part, or in both, give no NaN; NaN in out of other libraries gets no weight."""
-    out1, out2 = (torch.randn(3, 4, requires_grad=True) for _ in range(2))
-    lse1 = torch.tensor([0.3, -torch.inf, -torch.inf], requires_grad=True)
-    lse2 = torch.tensor([-torch.inf, 1000.0, -torch.inf], requires_grad=True)
-    out, lse = merge_attention(out1, lse1, out2, lse2)
-    assert torch.equal(out, torch.stack([out1[0], out2[1], torch.zeros(4)]))
-    assert_near("lse", lse[:1], lse1[:1])
-    assert lse.tolist()[1:] == [1000.0, -torch.inf]
-    gradients = torch.autograd.grad((out.sum(), lse[:2].sum()), (out1, lse1, out2, lse2))
+INF = math.inf
+EXTREMES = (
+    # lse of two parts, their shares of out, lse of both.
+    (0.3, -INF, 1.0, 0.0, 0.3),
+    (-INF, 1000.0, 0.0, 1.0, 1000.0),
+    (-INF, -INF, 0.0, 0.0, -INF),
+    (INF, 0.5, 1.0, 0.0, INF),
+    (0.5, INF, 0.0, 1.0, INF),
+    (INF, INF, 0.5, 0.5, INF),
+)
+
+
+def test_merged_extremes() -> None:
+    """Queries without keys in one part, or in both, give no NaN; NaN in out of other libraries gets no weight. A result with
+    lse = +inf has all of the weight; two such results have equal weights."""
+    out1, out2 = (torch.randn(6, 4, requires_grad=True) for _ in range(2))
+    lse1, lse2, *shares, right = torch.tensor(EXTREMES).unbind(1)
+    leaves = (out1, lse1.requires_grad_(), out2, lse2.requires_grad_())
+    out, lse = merge_attention(*leaves)
+    assert torch.equal(out, (shares[0] * out1.T + shares[1] * out2.T).T)
+    assert_near("lse", lse, right)
+    gradients = torch.autograd.grad(out.sum() + lse[right > -INF].sum(), leaves)
     assert all(gradient.isfinite().all() for gradient in gradients) and not gradients[0][2].any() and not gradients[2][2].any()
     nan = torch.full((1, 4), torch.nan)
     assert torch.equal(merge_attention(out1[:1], lse1[:1], nan, lse2[:1])[0], out1[:1])
-
-
-def test_merged_weights_that_overflowed() -> None:
-    """A result with lse = +inf has all of the weight; two such results have equal weights."""
-    out1, out2 = (torch.randn(3, 4, requires_grad=True) for _ in range(2))
-    lse1 = torch.tensor([torch.inf, 0.5, torch.inf], requires_grad=True)
-    lse2 = torch.tensor([0.5, torch.inf, torch.inf], requires_grad=True)
-    out, lse = merge_attention(out1, lse1, out2, lse2)
-    assert torch.equal(out, torch.stack([out1[0], out2[1], (out1[2] + out2[2]) / 2]))
-    assert lse.tolist() == [torch.inf] * 3
-    for gradient in torch.autograd.grad(out.sum() + lse.sum(), (out1, out2, lse1, lse2)):
-        assert gradient.isfinite().all()
 
 
 def test_merged_dtypes_and_shapes() -> None:
