@@ -244,9 +244,11 @@ def blind_sample(case: str, kind: str, way: Way, **options: Any) -> tuple[Sample
 
 @pytest.mark.parametrize(("case", "kind", "options"), BLIND_RUNS, ids=lambda value: "" if value == PLAIN else None)
 def test_rows_that_see_nothing(case: str, kind: str, options: dict[str, Any], way: Way) -> None:
-    """Queries that each kind of mask leaves without keys, also in a block with other queries."""
+    """Queries that each kind of mask leaves without keys, also in a block with other queries, and in a forward alone."""
     if way.implementation != "reference" or "dtype" not in options:
-        check(blind_sample(case, kind, way, **options)[0], way)
+        sample, _ = blind_sample(case, kind, way, **options)
+        check(sample, way)
+        check(replace(sample, mode="no_grad", return_lse=False), way)
 
 
 @pytest.mark.parametrize(
