@@ -96,7 +96,7 @@ test-newest: ## all tests with the newest torch, triton and transformers, in .ve
 test-libraries: .venv-libraries/installed ## classes of other libraries, enabled, in .venv-libraries (1 GB)
 	.venv-libraries/bin/python -m pytest -n 2 --dist worksteal -q tests/libraries --ignore tests/libraries/wrappers
 	.venv-libraries/bin/python -m pytest -n 2 --dist worksteal -q tests/libraries/wrappers
-	.venv-libraries/bin/python -m pytest -n 2 --dist worksteal -q tests/cpu/test_pages.py -k nemo
+	.venv-libraries/bin/python -m pytest -n 2 --dist worksteal -q tests/cpu/test_docs.py -k nemo
 
 .venv-libraries/installed: requirements-libraries.txt $(CONSTRAINTS)
 	$(PYTHON) -m venv .venv-libraries

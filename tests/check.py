@@ -98,6 +98,11 @@ class Way:
         """A head width that is cheap to compute."""
         return 16 if self.implementation == "triton" else 8
 
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of a sample in that dtype and width."""
+        return {"dtype": str(self.dtype).removeprefix("torch."), "width": self.width, "value_width": self.width}
+
     def attend(self, *tensors: Any, **arguments: Any) -> Any:
         """out and lse."""
         return fused_relative_attention(*tensors, return_lse=True, implementation=self.implementation, **arguments)

@@ -373,7 +373,7 @@ def assert_within(name: str, actual: Tensor, golden: Tensor, budget: Tensor) -> 
     infinite = golden == -math.inf
     golden = golden.masked_fill(infinite, 0)
     budget = budget + info.eps * golden.abs() + info.tiny * (1 if info.bits >= 32 else info.eps)
-    result = actual.detach().double().masked_fill(infinite & (actual == -math.inf), 0)
+    result = actual.detach().double().masked_fill(infinite, math.inf).masked_fill(infinite & (actual == -math.inf), 0)
     representable = golden.abs() + budget <= info.max
 
     def message() -> str:

@@ -1,6 +1,6 @@
 """The longest audio that fits into a GPU, stock and enabled, by counted tensors: ``python -m bench.report.longest``.
 
-The formulas are those of docs/long-audio.md, whose table this prints; tests/cpu/test_pages.py compares them with what the stock
+The formulas are those of docs/long-audio.md, whose table this prints; tests/cpu/test_docs.py compares them with what the stock
 code and an enabled model allocate.
 """
 

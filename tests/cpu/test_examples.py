@@ -163,17 +163,17 @@ def test_trains_is_interrupted_and_resumed(
 
 
 def test_the_fused_operator_trains_as_the_dense_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses match in every step, with dropout, at the training length and twice that; they fall by a third in 300 steps."""
+    """Losses match in every step, with dropout, at the training length and twice that; they fall by a fifth in 120 steps."""
     monkeypatch.setattr(example.report, "draw_curve", lambda *_: None)
     split = example.chorales.split(example.chorales.load(SMALL["chorales"]))
     losses = []
     for implementation in ("blockwise", "reference"):
-        settings = example.Settings(implementation=implementation, **(SMALL | {"steps": 300, "every": 100}))
+        settings = example.Settings(implementation=implementation, **(SMALL | {"steps": 120, "every": 40}))
         run = example.Run(settings, tmp_path / implementation, CPU)
         run.out.mkdir()
         assert run.train(split)
         losses.append([float(row[name]) for row in run.rows for name in ("train", "validation", "validation_twice") if row[name]])
-    assert len(losses[0]) == 306 and losses[0][-1] < 0.7 * losses[0][0]
+    assert len(losses[0]) == 126 and losses[0][-1] < 0.8 * losses[0][0]
     assert_near("losses", torch.tensor(losses[0]), torch.tensor(losses[1]))
 
 

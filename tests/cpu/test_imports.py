@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import ast
-import io
 import re
 import subprocess
 import sys
-import tokenize
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,11 +39,14 @@ def run(program: str) -> list[str]:
     return child.stdout.splitlines()
 
 
+ASKED = "triton_relattn.distributed, triton_relattn.nn, triton_relattn.plots, triton_relattn.testing"
+
+
 def test_without_triton() -> None:
-    """Forward and backward default to blockwise and are right; asking for the kernels raises an error that names what is
-    missing."""
+    """Forward and backward default to blockwise and are right; parts of the package are imported when they are asked for, the
+    kernels with an error that names what is missing."""
     program = f"""
-import sys
+import sys, triton_relattn
 sys.modules["triton"] = None
 {USE}
 from triton_relattn.testing import assert_within_budget, forward_backward
@@ -58,9 +57,11 @@ blockwise, reference, golden = (
 for name in blockwise:
     assert_within_budget(name, blockwise[name], golden[name], reference[name], factor=3 if name.startswith("d_") else 2)
 print(*blockwise, can_run_triton(inputs.query, inputs.value))
+print(*(module.__name__ for module in ({ASKED})))
 say("triton")
 """
-    first, *others = run(program)
+    first, names, *others = run(program)
+    assert names == ASKED.replace(",", "")
     assert first.split() == ["out", "lse", "d_query", "d_key", "d_value", "d_rel_key", "False"]
     assert others[0].startswith('triton implementation="triton" cannot run here: the package triton is not installed')
     assert all(word in "\n".join(others) for word in ("NVIDIA, ROCm and XPU", "pip install triton-windows"))
@@ -149,12 +150,9 @@ NOT_FOR_KERNELS = {
 
 
 def test_parts_of_the_package_are_attributes() -> None:
-    """They are imported when they are asked for; what there is not raises Python's usual error."""
+    """All that is public can be imported; what there is not raises Python's usual error."""
     assert all(getattr(triton_relattn, name) is not None for name in triton_relattn.__all__)
     assert triton_relattn.__version__.count(".") == 2
-    asked = "triton_relattn.distributed, triton_relattn.nn, triton_relattn.plots, triton_relattn.testing"
-    (names,) = run(f"import triton_relattn\nprint(*(module.__name__ for module in ({asked})))")
-    assert names == asked.replace(",", "")
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = triton_relattn.nothing
 
@@ -215,52 +213,3 @@ def test_importing_and_using_brings_no_optional_package() -> None:
     added = run(program)[-1].split()
     assert not {name.partition(".")[0] for name in added} & {"triton", "matplotlib", "music21", "tqdm", "transformers"}
     assert "triton_relattn.functional" in added and "triton_relattn.kernels" not in added
-
-
-FOREIGN_MODULES = {"encoder", "speechbrain", "transformers"}
-"""Modules of this package whose names other libraries use as well."""
-
-
-def names_in(source: str) -> set[str]:
-    """Every name that a module defines, including those in its classes and functions."""
-    names = set[str]()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-        elif isinstance(node, ast.alias):
-            names.add((node.asname or node.name).partition(".")[0])
-    return names
-
-
-def prose(source: str) -> Iterator[tuple[int, str]]:
-    """The docstrings and comments of a module, with their first lines."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            yield node.lineno, node.value.value
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            yield token.start[0], token.string
-
-
-def test_docstrings_and_comments_name_what_exists() -> None:
-    """Files (``_core/spec.py``), and names in modules of the package (``testing.dropout_mask``)."""
-    modules = {path: path.read_text() for path in (ROOT / "triton_relattn").rglob("*.py")}
-    folders = ("triton_relattn", "bench", "tests", "tools", "docs", "examples")
-    files = [f"/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    defined: dict[str, set[str]] = {}
-    for path, source in modules.items():
-        stem = path.parent.name if path.stem == "__init__" else path.stem
-        defined.setdefault(stem, set()).update(names_in(source), (file.stem for file in path.parent.iterdir()))
-    wrong = []
-    for path, source in modules.items():
-        for line, text in prose(source):
-            for name in re.findall(r"[\w/]+\.py\b", text):
-                if not any(file.endswith(f"/{name}") for file in files):
-                    wrong.append(f"{path.relative_to(ROOT)}:{line}: {name}")
-            for module, name in re.findall(r"(?<![\w./])(?:triton_relattn\.)?(\w+)\.(\w+)", text):
-                names = defined.get(module, {name})
-                if name not in names | {"py"} and "__getattr__" not in names and module not in FOREIGN_MODULES:
-                    wrong.append(f"{path.relative_to(ROOT)}:{line}: {module}.{name}")
-    assert not wrong, "\n".join(wrong)

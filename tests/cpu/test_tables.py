@@ -218,24 +218,14 @@ REFUSED: tuple[tuple[Callable[..., Any], tuple[Any, ...], type[Exception], str],
     (RelativePositions, (-3, 3, "wrap"), ValueError, "'wrap'"),
     *((RelativePositions.centred, (wrong,), TypeError, "num_rows must be an int, got") for wrong in ("129", 129.0)),
     *((RelativePositions.centred, (n,), ValueError, rf"even number of rows \({n}\).*=RelativePositions\(f") for n in (0, 2, 512)),
-    *((tables.fold_transformer_xl, xl(rel_key=torch.zeros(s)), ValueError, f"{KEY_SHAPE}$") for s in ((9, 5), (3, 9, 4))),
-    (
-        tables.fold_transformer_xl,
-        xl(rel_key=torch.zeros(9, 8)),
-        ValueError,
-        rf"{KEY_SHAPE}rel_key.unflatten\(1, \(2, -1\)\).transp",
-    ),
-    (
-        tables.fold_transformer_xl,
-        xl(rel_key=torch.zeros(1, 9, 2, 4)),
-        ValueError,
-        rf"{KEY_SHAPE}rel_key\[0\].transpose\(0, 1\) is",
-    ),
-    (
-        tables.fold_transformer_xl,
-        xl(rel_key=torch.zeros(1, 2, 9, 4)),
-        ValueError,
-        rf"{KEY_SHAPE}rel_key\[0\] is one, which the batch",
+    *(
+        (tables.fold_transformer_xl, xl(rel_key=torch.zeros(shape)), ValueError, f"{KEY_SHAPE}{hint}")
+        for shape, hint in {
+            **dict.fromkeys(((9, 5), (3, 9, 4)), "$"),
+            (9, 8): r"rel_key.unflatten\(1, \(2, -1\)\).transp",
+            (1, 9, 2, 4): r"rel_key\[0\].transpose\(0, 1\) is",
+            (1, 2, 9, 4): r"rel_key\[0\] is one, which the batch",
+        }.items()
     ),
     (tables.fold_transformer_xl, xl(u=torch.zeros(1, 2, 1, 4)), ValueError, r"u must have shape .*; u.reshape\(2, 4\) has it"),
     (tables.fold_transformer_xl, xl(v=torch.zeros(4)), ValueError, r"v must have shape \(heads, width\) = \(2, 4\), got \(4,\)"),

@@ -158,17 +158,6 @@ def test_second_derivatives_are_refused(name: str) -> None:
             torch.autograd.grad(found[0].square().sum(), leaf, retain_graph=True)
 
 
-@pytest.mark.parametrize("index", range(4))
-def test_a_changed_input_is_noticed(index: int) -> None:
-    """Writing to an input between forward and backward raises torch's error instead of giving a wrong gradient."""
-    copies = [tensor.clone() for tensor in four()]
-    out = attend_out(*copies)
-    with torch.no_grad():
-        copies[index].mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.sum().backward()
-
-
 # torch.func, and forward mode.
 
 QUERY, KEY, VALUE, TABLE = (tensor.detach() for tensor in four())
@@ -521,8 +510,11 @@ FULL_TABLES = replace(BASE, num_queries=150, num_keys=160, width=32, tables=TABL
 REPEATED = [replace(EVERYTHING, dtype=dtype) for dtype in ("float64", "float32", "bfloat16")]
 
 
+IN_THREADS = [(way, count) for way in WAYS for count in ((1,) if way.small else (2, 3))]
+
+
 @pytest.mark.parametrize(
-    ("way", "threads"), [(way, count) for way in WAYS for count in ((1,) if way.small else (1, 2, 3))], ids=str
+    ("way", "threads"), [pytest.param(*run, marks=pytest.mark.thorough if 3 in run else ()) for run in IN_THREADS], ids=str
 )
 @pytest.mark.parametrize("sample", [*REPEATED, FULL_TABLES], ids=["float64", "float32", "bfloat16", "full_tables"])
 def test_results_repeat(way: Way, sample: Sample, threads: int) -> None:
@@ -602,7 +594,7 @@ def test_no_operator_that_adds_in_any_order() -> None:
 
     take_part(EVERYTHING, WAYS[0])
     assert {"bmm", "baddbmm", "mm"} & used and len(used) > 20, used  # to see the operators inside
-    explore(samples(), take_part, range(12))
+    explore(samples(), take_part, range(5))
     used |= called(merged)
     for kind in KINDS.keys() - {"t5"}:
         used |= called(partial(module_results, kind))

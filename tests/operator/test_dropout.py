@@ -6,18 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from tests.check import Way
 from tests.tolerance import assert_near
-from triton_relattn.testing import Inputs, dropout_mask, make_inputs
-
-TERMS: dict[str, Any] = {"rel_width": 4, "rel_value": True, "rel_bias": True}
-
-
-def operator_inputs(way: Way, num_queries: int = 35, num_keys: int = 37, **others: Any) -> Inputs:
-    options: dict[str, Any] = {"num_rows": 15, "key_heads": 1, **TERMS, "dtype": way.dtype, "seed": 3, **others}
-    return make_inputs(2, 2, num_queries, num_keys, way.width, **options)
+from triton_relattn.testing import dropout_mask, make_inputs
 
 
 @pytest.mark.parametrize("dropout_p", [0.05, 0.5, 0.9])
@@ -50,7 +42,8 @@ def test_the_mask_is_what_is_kept(dropout_p: float, way: Way) -> None:
     rel_value. lse is that of the call without dropout."""
     length = 35
     identity = torch.eye(length, dtype=way.dtype)
-    inputs = operator_inputs(way, length, length, num_rows=2 * length - 1, rel_bias=False, per_head=True)
+    terms: dict[str, Any] = {"num_rows": 2 * length - 1, "per_head": True, "rel_width": 4, "rel_value": True, "key_heads": 1}
+    inputs = make_inputs(2, 2, length, length, way.width, **terms, dtype=way.dtype, seed=3)
     inputs = inputs._replace(
         value=identity.expand(2, 1, -1, -1), rel_value=torch.zeros(2, 2 * length - 1, length, dtype=way.dtype)
     )
@@ -76,52 +69,3 @@ def test_the_mask_is_what_is_kept(dropout_p: float, way: Way) -> None:
     assert torch.equal(d_value.mT > 0, (out > 0)[:, :1])
     i, j = torch.arange(length)[:, None], torch.arange(length)
     assert torch.equal(d_rel_value[:1, j - i + length - 1, i] > 0, (out > 0)[:, :1].any(0))
-
-
-@pytest.mark.parametrize("dropout_p", [2**-32, 0.3, 1.0])
-def test_results(dropout_p: float, way: Way) -> None:
-    """All results are right if almost nothing, some or all probabilities are dropped; then out and gradients from it are 0."""
-    inputs = operator_inputs(way)
-    arguments: dict[str, Any] = {"enable_gqa": True, "window_size": (25, 30), "dropout_p": dropout_p}
-    results = way.results(inputs, **arguments)
-    if dropout_p == 1:
-        for name in ("out", "d_value", "d_rel_value"):
-            assert not results.pop(name).any(), name
-    way.check(results, inputs, **arguments)
-
-
-def test_only_dropout_moves_the_generator(way: Way) -> None:
-    """The same seed gives the same results, further calls give others; dropout_p = 0 draws nothing and changes nothing."""
-    inputs = operator_inputs(way, 5, 6)
-
-    def out(**arguments: Any) -> torch.Tensor:
-        found: torch.Tensor = way.attend(*inputs[:4], **inputs.terms(), enable_gqa=True, **arguments)[0]
-        return found
-
-    torch.manual_seed(1)
-    state = torch.get_rng_state()
-    assert torch.equal(out(), out(dropout_p=0.0)) and torch.equal(state, torch.get_rng_state())
-    first, second = out(dropout_p=0.3), out(dropout_p=0.3)
-    torch.manual_seed(1)
-    assert torch.equal(out(dropout_p=0.3), first) and not torch.equal(first, second)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoint_draws_the_same_again(use_reentrant: bool, way: Way) -> None:
-    """The forward that activation checkpointing repeats drops the same probabilities."""
-    inputs = operator_inputs(way, 9, 10)
-    gradients = []
-    for checkpointed in (False, True):
-        leaves = [tensor.clone().requires_grad_() for tensor in inputs[:4] if tensor is not None]
-
-        def layer(*tensors: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = way.attend(*tensors, **inputs.terms(), enable_gqa=True, dropout_p=0.4)[0]
-            return out
-
-        torch.manual_seed(5)
-        out = checkpoint(layer, *leaves, use_reentrant=use_reentrant) if checkpointed else layer(*leaves)
-        torch.manual_seed(6)
-        out.backward(inputs.d_out)
-        gradients.append([leaf.grad for leaf in leaves])
-    for plain, repeated in zip(*gradients, strict=True):
-        assert plain is not None and plain.any() and torch.equal(plain, repeated)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.check import Way, check
+from tests.check import Way, check, environment, right, run
 from tests.expected import TABLES, assert_table_gradient, exact_results
 from tests.samples import Sample
 from tests.tolerance import assert_at_most, assert_bit_equal, dtype_tolerance
@@ -60,29 +60,6 @@ def test_one_table_row_moves_only_its_diagonal(query_offset: int, r: int, way: W
     assert_at_most("change of the logits", (changed - plain - moved).abs(), rounding)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, None], ids=["float16", "exact"])
-@pytest.mark.parametrize("outside", ["clamp", "zero"])
-def test_one_hot_d_out_reaches_only_its_pairs(outside: Any, dtype: torch.dtype | None, way: Way) -> None:
-    """The gradient of one query's output is zero except in its own row, its visible keys and their table rows."""
-    inputs = make_inputs(2, 2, 40, 50, way.width, num_rows=31, dtype=dtype or way.dtype, seed=2)
-    d_out = torch.zeros_like(inputs.d_out)
-    d_out[1, 0, 21, 2] = 1
-    inputs = inputs._replace(d_out=d_out, d_lse=torch.zeros_like(inputs.d_lse))
-    arguments: dict[str, Any] = {"positions": RelativePositions(-20, 10, outside), "key_lengths": torch.tensor([50, 36])}
-    arguments |= {"is_causal": True, "query_offset": 5}
-    row = torch.arange(21 + 5 + 1) - 21 - 5 + 20  # of the keys that query 21 sees
-    hit = torch.zeros(31, dtype=torch.bool)
-    hit[row.clamp(0, 30) if outside == "clamp" else row[(row >= 0) & (row <= 30)]] = True
-    assert 0 < int(hit.sum()) < 31
-    results = way.results(inputs, **arguments)
-    way.check(results, inputs, **arguments)
-    assert torch.equal(results["d_rel_key"].any(-1), hit)
-    assert torch.equal(results["d_query"].any(-1).nonzero(), torch.tensor([[1, 0, 21]]))
-    keys = torch.zeros(2, 2, 50, dtype=torch.bool)
-    keys[1, 0, : 21 + 5 + 1] = True
-    assert torch.equal(results["d_key"].any(-1), keys) and torch.equal(results["d_value"].any(-1), keys)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_a_bias_in_float32(dtype: torch.dtype, way: Way) -> None:
     """With inputs in 16 bits, a float32 rel_bias has a float32 gradient that was never rounded to 16 bits."""
@@ -107,7 +84,7 @@ def test_tables_about_as_long_as_the_call(table: str, outside: str, way: Way) ->
     ends = [-3, -1, 0, 2] if way.implementation == "triton" else range(-3, 3)
     for before, behind in itertools.product(ends, ends):
         sample = Sample(num_queries=10, num_keys=12, tables=(table,), positions=(-9 + before, 11 + behind, outside))
-        check(replace(sample, dtype=str(way.dtype).removeprefix("torch."), width=way.width, value_width=way.width), way)
+        check(replace(sample, **way.fields), way)
 
 
 @pytest.mark.parametrize("mask", [None, "float32"])
@@ -118,7 +95,7 @@ def test_tables_about_as_long_as_the_call(table: str, outside: str, way: Way) ->
 def test_what_differs_by_sequence(of_sequences: dict[str, Any], mask: str | None, way: Way) -> None:
     """Lengths and offsets of sequences, with values so few that probabilities are kept for the backward."""
     sample = Sample(batch=3, num_queries=20, num_keys=20, tables=("rel_key",), positions=(-19, 19, "clamp"), **of_sequences)
-    check(replace(sample, mask=mask, mask_shape=(3, 1, 1, 20) if mask else (), width=way.width, value_width=way.width), way)
+    check(replace(sample, **way.fields | {"dtype": "float32"}, mask=mask, mask_shape=(3, 1, 1, 20) if mask else ()), way)
 
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -145,6 +122,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "scale": 1e-4,
         "rel_scale": 10.0,
     },
+    "almost no dropout": {"dropout_p": 2**-32},
+    "everything is dropped": {"dropout_p": 1.0},
+    **{f"no {size}": {size: 0, "batch": 2 * (size != "batch")} for size in ("batch", "key_heads", "num_queries", "num_keys")},
+    "no keys, no tables": {"num_keys": 0, "tables": (), "positions": None, "rel_width": None},
     "by the table alone": {"tables": ("rel_key",), "rel_width": None, "dtype": "float16", "scale": -1e-6, "rel_scale": 1.0},
 }
 
@@ -171,27 +152,6 @@ def test_a_table_beyond_all_positions_is_used_twice(way: Way) -> None:
 
 
 # Masks.
-
-WINDOWS = ((-1, -1), (0, 0), (3, -1), (-1, 2), (4, 1))
-OFFSETS: tuple[int | torch.Tensor, ...] = (0, 5, -4, torch.tensor([3, -6]))
-
-
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_visible_keys(is_causal: bool, way: Way) -> None:
-    """Probabilities, shown by identity values, are positive for exactly the keys that no mask hides."""
-    query, key = make_inputs(BATCH, HEADS, QUERIES, KEYS, way.width, num_rows=None, dtype=way.dtype, seed=0)[:2]
-    identity = torch.eye(KEYS, dtype=way.dtype).expand(BATCH, HEADS, KEYS, KEYS)
-    lengths, mask = torch.tensor([KEYS, 6]), torch.ones(HEADS, 1, KEYS, dtype=torch.bool)
-    mask[1, 0, 3] = False
-    i, j = torch.arange(QUERIES)[:, None], torch.arange(KEYS)
-    for window_size, query_offset in [*itertools.product(WINDOWS, OFFSETS)][is_causal::2]:
-        masks: dict[str, Any] = {"is_causal": is_causal, "window_size": window_size, "query_offset": query_offset}
-        probs, _ = way.attend(query, key, identity, **masks, key_lengths=lengths, attn_mask=mask)
-        r = j - i - torch.as_tensor(query_offset).view(-1, 1, 1, 1)
-        visible = mask & (j < lengths.view(-1, 1, 1, 1)) & ((r <= 0) | (not is_causal))
-        for size, side in zip(window_size, (-r, r), strict=True):
-            visible = visible & ((side <= size) | (size < 0))
-        assert torch.equal(probs > 0, visible.expand_as(probs)), masks
 
 
 @pytest.mark.parametrize(
@@ -226,24 +186,11 @@ def test_a_mask_of_the_lowest_number(dtype: torch.dtype | None, mask_dtype: torc
 @pytest.mark.parametrize("table", [None, "rel_key", "rel_bias"])
 def test_a_mask_broadcasts_along_any_dimension(table: str | None, way: Way) -> None:
     """Each of the mask's four sizes may be 1, also that of the keys."""
-    drawn: dict[str, Any] = {"rel_key": table == "rel_key", "rel_bias": table == "rel_bias", "dtype": way.dtype, "seed": 7}
-    sizes, positions = (BATCH, HEADS, QUERIES, KEYS), None if table is None else POSITIONS["clamp"]
-    inputs = make_inputs(*sizes, way.width, num_rows=None if positions is None else positions.num_rows, **drawn)
-    numbers = torch.randn(sizes, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(way.dtype)
-    for full in itertools.product((True, False), repeat=4):
-        mask = numbers[tuple(slice(None if is_full else 1) for is_full in full)]
-        attn_mask = mask > -0.5 if sum(full) in (1, 2) else mask
-        results = way.results(inputs, positions=positions, attn_mask=attn_mask)
-        way.check(results, inputs, positions=positions, attn_mask=attn_mask)
-
-
-def test_a_mask_of_minus_1e9(way: Way) -> None:
-    """-1e9 hides keys as a bool mask does."""
-    inputs = all_terms(way, POSITIONS["zero"])
-    visible = torch.arange(KEYS) % 3 != torch.arange(QUERIES)[:, None] % 4
-    arguments: dict[str, Any] = {"positions": POSITIONS["zero"], "softcap": 20.0}
-    results = way.results(inputs, attn_mask=torch.zeros(QUERIES, KEYS).masked_fill(~visible, -1e9), **arguments)
-    way.check(results, inputs, attn_mask=visible, **arguments)
+    sample = Sample(batch=BATCH, key_heads=HEADS, num_queries=QUERIES, num_keys=KEYS, **way.fields)
+    sample = replace(sample, tables=(table,), positions=(-4, 6, "clamp")) if table else sample
+    for shape in itertools.product(*((size, 1) for size in (BATCH, HEADS, QUERIES, KEYS))):
+        mask = "bool" if shape.count(1) in (2, 3) else sample.dtype
+        check(replace(sample, mask=mask, mask_shape=shape), way)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -256,79 +203,52 @@ def test_a_bias_that_hides_keys(masked: bool, way: Way) -> None:
     bias[29 - 6 :] = -math.inf  # only keys more than six before the query are visible
     results = way.results(inputs._replace(rel_bias=bias), positions=positions, attn_mask=mask if masked else None)
     visible = (torch.arange(40) - torch.arange(30)[:, None] < -6) & mask
-    assert_blind(results, (~visible.any(-1)).expand(BATCH, HEADS, 30))
-    assert not results["d_rel_bias"][29 - 6 :].any()
+    assert not visible.any(-1).all() and not results["d_rel_bias"][29 - 6 :].any()
     way.check(results, inputs, positions=positions, attn_mask=visible)
 
 
 # Queries that see nothing: out 0, lse -inf, gradients exactly 0, and no change of other queries.
 
-
-def bool_mask(*hidden_rows: int) -> torch.Tensor:
-    mask = torch.ones(BATCH, 1, QUERIES, KEYS, dtype=torch.bool)
-    mask[1, :, list(hidden_rows)] = False
-    return mask
-
-
-def float_mask(*hidden_rows: int) -> torch.Tensor:
-    return torch.zeros(BATCH, 1, QUERIES, KEYS).masked_fill(~bool_mask(*hidden_rows), -math.inf)
-
-
-def rows(*chosen: int, entries: tuple[int, ...] = (0, 1)) -> torch.Tensor:
-    """(B, Nq), true for the chosen queries of the batch entries."""
-    mask = torch.zeros(BATCH, QUERIES, dtype=torch.bool)
-    for entry in entries:
-        mask[entry, list(chosen)] = True
-    return mask
-
-
-BLIND: dict[str, tuple[dict[str, Any], torch.Tensor]] = {
-    # arguments, and the queries that see nothing
-    "bool_mask": ({"attn_mask": bool_mask(0, 7, 29)}, rows(0, 7, 29, entries=(1,))),
-    "float_mask": ({"attn_mask": float_mask(0, 7, 29)}, rows(0, 7, 29, entries=(1,))),
-    "bool_mask_of_all": ({"attn_mask": torch.zeros((), dtype=torch.bool)}, rows(*range(QUERIES))),
-    "float_mask_of_all": ({"attn_mask": torch.full((KEYS,), -math.inf)}, rows(*range(QUERIES))),
-    "lengths": ({"key_lengths": torch.tensor([0, 13])}, rows(*range(QUERIES), entries=(0,))),
-    "causal": ({"is_causal": True, "query_offset": -17}, rows(*range(17))),
-    "causal_offsets": ({"is_causal": True, "query_offset": torch.tensor([-17, 0])}, rows(*range(17), entries=(0,))),
-    "window_past": ({"window_size": (2, -1)}, rows(*range(KEYS + 2, QUERIES))),
-    "window_future": ({"window_size": (-1, 3), "query_offset": -9}, rows(*range(6))),
-    "window_beside": ({"window_size": (1, 1), "query_offset": 100}, rows(*range(QUERIES))),
-    "window_and_length": (
-        {"window_size": (2, 0), "key_lengths": torch.tensor([13, 5])},
-        rows(*range(15, 30)) | rows(*range(7, 30), entries=(1,)),
-    ),
-    "mask_and_causal": (
-        {"is_causal": True, "attn_mask": torch.arange(KEYS) >= 4},
-        rows(0, 1, 2, 3),
-    ),
+HIDES_ALL = 5
+"""With this seed, a mask of one element hides."""
+MASK = {"mask_shape": (BATCH, 1, QUERIES, KEYS)}
+BLIND: dict[str, dict[str, Any]] = {
+    "bool_mask": {"mask": "bool", **MASK},
+    "float_mask": {"mask": "float32", **MASK},
+    "bool_mask_of_all": {"mask": "bool", "seed": HIDES_ALL},
+    "float_mask_of_all": {"mask": "float32", "seed": HIDES_ALL},
+    "lengths": {"key_lengths": (0, 13)},
+    "causal": {"is_causal": True, "query_offset": -17},
+    "causal_offsets": {"is_causal": True, "query_offset": (-17, 0)},
+    "window_past": {"window_size": (2, -1)},
+    "window_future": {"window_size": (-1, 3), "query_offset": -9},
+    "window_beside": {"window_size": (1, 1), "query_offset": 100},
+    "window_and_length": {"window_size": (2, 0), "key_lengths": (13, 5)},
+    "mask_and_causal": {"is_causal": True, "mask": "bool", "mask_shape": (KEYS,), "seed": 81},
 }
-
-BLIND_CASES: list[tuple[str, str, dict[str, Any], torch.dtype | None]] = [
-    *((case, kind, PLAIN, None) for case, kind in zip(BLIND, itertools.cycle(["clamp", "zero", "full"]), strict=False)),
-    *((case, kind, FURTHER, None) for case, kind in zip(list(BLIND)[::2], itertools.cycle(["zero", "clamp"]), strict=False)),
-    *((case, "clamp", PLAIN, torch.float16) for case in ("bool_mask", "float_mask_of_all", "lengths", "window_beside")),
-]
+BLIND_RUNS = [*zip(BLIND, itertools.cycle(["clamp", "zero", "full"]), itertools.repeat(PLAIN), strict=False)]
+BLIND_RUNS += zip([*BLIND][::2], itertools.cycle(["zero", "clamp"]), itertools.repeat(FURTHER), strict=False)
+BLIND_RUNS += [(case, "clamp", {"dtype": "float16"}) for case in ("bool_mask", "float_mask_of_all", "lengths", "window_beside")]
 
 
-@pytest.mark.parametrize(("case", "kind", "options", "dtype"), BLIND_CASES, ids=lambda value: "" if value == PLAIN else None)
-def test_rows_that_see_nothing(case: str, kind: str, options: dict[str, Any], dtype: torch.dtype | None, way: Way) -> None:
-    """Queries that each kind of mask leaves without keys, also in a block with other queries."""
-    arguments, blind = BLIND[case]
-    inputs = all_terms(way, POSITIONS[kind], dtype=dtype or way.dtype)
-    results = way.results(inputs, positions=POSITIONS[kind], **arguments, **options)
-    assert_blind(results, blind[:, None].expand(BATCH, HEADS, QUERIES))
-    assert torch.equal(way.out(inputs, positions=POSITIONS[kind], **arguments, **options), results["out"])
+def blind_sample(case: str, kind: str, way: Way, **options: Any) -> tuple[Sample, torch.Tensor]:
+    """A call, and which of its queries see nothing."""
+    table = POSITIONS[kind]
+    fields = {**way.fields, "batch": BATCH, "key_heads": HEADS, "num_queries": QUERIES, "num_keys": KEYS, "seed": 4}
+    fields |= {"tables": TABLES, "rel_width": 4, "positions": (table.first, table.last, table.outside)}
+    sample = Sample(**{**fields, **BLIND[case], **options})
+    blind = right(sample, way.arithmetic)[0]["lse"].golden == -math.inf
+    assert blind.any()
+    return sample, blind
 
 
-def assert_blind(results: dict[str, torch.Tensor], blind: torch.Tensor) -> None:
-    """Assert out 0, lse -inf and gradients 0 of the blind queries (B, H, Nq), and finite results elsewhere."""
-    assert blind.any() and torch.equal(results["lse"] == -math.inf, blind)
-    for name in ("out", "d_query", "d_rel_query"):
-        assert name not in results or not results[name][blind].any(), name
-    gradients = {name: result for name, result in results.items() if name.startswith("d_")}
-    assert results["out"].isfinite().all() and all(gradient.isfinite().all() for gradient in gradients.values())
-    assert any(gradient.any() for gradient in gradients.values()) != bool(blind.all())
+@pytest.mark.parametrize(("case", "kind", "options"), BLIND_RUNS, ids=lambda value: "" if value == PLAIN else None)
+def test_rows_that_see_nothing(case: str, kind: str, options: dict[str, Any], way: Way) -> None:
+    """Queries that each kind of mask leaves without keys, also in a block with other queries, and in a forward alone."""
+    if way.implementation != "reference" or "dtype" not in options:
+        sample, _ = blind_sample(case, kind, way, **options)
+        check(sample, way)
+        check(replace(sample, mode="no_grad", return_lse=False), way)
 
 
 @pytest.mark.parametrize(
@@ -336,13 +256,13 @@ def assert_blind(results: dict[str, torch.Tensor], blind: torch.Tensor) -> None:
 )
 def test_nan_in_queries_that_see_nothing(case: str, way: Way) -> None:
     """NaN in such queries reaches no result except the gradients of key and rel_key, the operands of products with queries."""
-    arguments, blind = BLIND[case]
-    inputs = all_terms(way, POSITIONS["clamp"])
-    spoilt = {name: getattr(inputs, name).masked_fill(blind[:, None, :, None], math.nan) for name in ("query", "rel_query")}
-    results = way.results(inputs._replace(**spoilt), positions=POSITIONS["clamp"], **arguments)
-    expected = way.results(inputs, positions=POSITIONS["clamp"], **arguments)
+    sample, blind = blind_sample(case, "clamp", way)
+    call = {**sample.call(), "implementation": way.implementation}
+    spoilt = {name: call[name].masked_fill(blind[..., None], math.nan) for name in ("query", "rel_query")}
+    with environment(sample, way):
+        expected, results = run(sample, call), run(sample, call | spoilt)
     for name in results.keys() - {"d_key", "d_rel_key"}:
-        assert torch.equal(results[name], expected[name]), name
+        assert torch.equal(results[name], expected[name]), name  # type: ignore[arg-type]
 
 
 # NaN that no query sees.
@@ -380,9 +300,7 @@ def test_nan_that_no_query_sees(case: str, number: int, tiled: Way) -> None:
     fields = {"positions": (-50, 50, "clamp"), **UNSEEN[case], **further}
     if number:
         fields["positions"] = (*fields["positions"][:2], "zero")
-    sizes = {"batch": 2, "num_queries": 37, "num_keys": 41, "width": tiled.width, "value_width": tiled.width}
-    dtype = str(tiled.dtype).removeprefix("torch.")
-    check(Sample(**sizes, **fields, dtype=dtype, seed=number, spoilt="nan"), tiled)  # type: ignore[arg-type]
+    check(Sample(**tiled.fields, batch=2, num_queries=37, num_keys=41, **fields, seed=number, spoilt="nan"), tiled)
 
 
 # NaN in visible inputs reaches only what depends on them.

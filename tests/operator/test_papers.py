@@ -193,35 +193,25 @@ def t5_buckets_of_pairs(relative_position: Tensor, bidirectional: bool = True) -
     return torch.searchsorted(starts, distance, right=True) - 1 + 8 * (bidirectional & (relative_position > 0))
 
 
-def test_t5_encoder(attend: Attention) -> None:
-    """The rows -24 .. 24 are enough for any length: the bucket is constant from max_distance on."""
-    bucket = t5_buckets_of_pairs(distances(40, 40))
-
-    def model(query: Tensor, key: Tensor, value: Tensor, weight: Tensor) -> Tensor:
-        return (query @ key.mT + weight[bucket].permute(2, 0, 1)).softmax(-1) @ value
-
-    def ours(query: Tensor, key: Tensor, value: Tensor, weight: Tensor) -> Tensor:
-        bias = weight[tables.t5_buckets(torch.arange(-24, 25), 16, 24)].T
-        return attend(query, key, value, rel_bias=bias, scale=1.0)
-
-    check(model, ours, attend, **call_shapes(2, 3, 40, 40, 4), weight=(16, 3))
-
-
-def test_t5_decoder_with_cache(attend: Attention) -> None:
-    """Six new tokens after 30 cached ones, buckets of the past only."""
-    relative_position = distances(6, 36, 30)
-    bucket = t5_buckets_of_pairs(relative_position, bidirectional=False)
+@pytest.mark.parametrize("bidirectional", [True, False], ids=["encoder", "decoder with a cache"])
+def test_t5(bidirectional: bool, attend: Attention) -> None:
+    """The rows up to distance 24 are enough for any length: the bucket is constant from max_distance on. The decoder has six new
+    tokens after 30 cached ones, and buckets of the past only."""
+    num_queries, num_keys, cached = (40, 40, 0) if bidirectional else (6, 36, 30)
+    relative_position = distances(num_queries, num_keys, cached)
+    bucket = t5_buckets_of_pairs(relative_position, bidirectional)
 
     def model(query: Tensor, key: Tensor, value: Tensor, weight: Tensor) -> Tensor:
         logits = query @ key.mT + weight[bucket].permute(2, 0, 1)
-        return logits.masked_fill(relative_position > 0, -math.inf).softmax(-1) @ value
+        return (logits if bidirectional else logits.masked_fill(relative_position > 0, -math.inf)).softmax(-1) @ value
 
     def ours(query: Tensor, key: Tensor, value: Tensor, weight: Tensor) -> Tensor:
-        bias = weight[tables.t5_buckets(torch.arange(-24, 1), 16, 24, bidirectional=False)].T
-        positions = RelativePositions(-24, 0)
-        return attend(query, key, value, rel_bias=bias, positions=positions, scale=1.0, is_causal=True, query_offset=30)
+        positions = RelativePositions(-24, 24 if bidirectional else 0)
+        bias = weight[tables.t5_buckets(torch.arange(-24, positions.last + 1), 16, 24, bidirectional)].T
+        given = {"rel_bias": bias, "positions": positions, "is_causal": not bidirectional, "query_offset": cached}
+        return attend(query, key, value, **given, scale=1.0)
 
-    check(model, ours, attend, **call_shapes(2, 3, 6, 36, 4), weight=(16, 3))
+    check(model, ours, attend, **call_shapes(2, 3, num_queries, num_keys, 4), weight=(16, 3))
 
 
 def test_wavlm(attend: Attention) -> None:

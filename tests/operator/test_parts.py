@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from tests.check import WAYS, Way, check
+from tests.expected import TABLES
 from tests.samples import Sample
 from tests.tolerance import assert_near
 from triton_relattn import RelativePositions, merge_attention
@@ -19,9 +21,6 @@ from triton_relattn._core.validation import resolve
 from triton_relattn._implementations import IMPLEMENTATIONS
 from triton_relattn._operators import grid_attention, relative_attention
 from triton_relattn.testing import dropout_mask, forward_backward, make_inputs
-
-TABLES = ("rel_key", "rel_value", "rel_bias", "rel_p2c")
-
 
 # Packed sequences: the same as separate ones, with NaN in keys and values that no query sees.
 
@@ -59,7 +58,7 @@ PACKINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("case", PACKINGS)
 def test_packed_sequences(case: str, way: Way) -> None:
-    check(replace(SEQUENCES, dtype=str(way.dtype).removeprefix("torch."), **PACKINGS[case]), way)
+    check(replace(SEQUENCES, dtype=way.fields["dtype"], **PACKINGS[case]), way)
 
 
 # Parts of a call as ranks compute them, by private functions: in one process there is no public one.
@@ -181,31 +180,31 @@ def test_merged_in_any_order(order: tuple[int, ...], is_causal: bool, way: Way) 
     way.check(forward_backward(attend, inputs), inputs, query_offset=0, **options)
 
 
-def test_merged_queries_that_see_nothing() -> None:
-    """Queries without keys in one part, or in both, give no NaN; NaN in out of other libraries gets no weight."""
-    out1, out2 = (torch.randn(3, 4, requires_grad=True) for _ in range(2))
-    lse1 = torch.tensor([0.3, -torch.inf, -torch.inf], requires_grad=True)
-    lse2 = torch.tensor([-torch.inf, 1000.0, -torch.inf], requires_grad=True)
-    out, lse = merge_attention(out1, lse1, out2, lse2)
-    assert torch.equal(out, torch.stack([out1[0], out2[1], torch.zeros(4)]))
-    assert_near("lse", lse[:1], lse1[:1])
-    assert lse.tolist()[1:] == [1000.0, -torch.inf]
-    gradients = torch.autograd.grad((out.sum(), lse[:2].sum()), (out1, lse1, out2, lse2))
+INF = math.inf
+EXTREMES = (
+    # lse of two parts, their shares of out, lse of both.
+    (0.3, -INF, 1.0, 0.0, 0.3),
+    (-INF, 1000.0, 0.0, 1.0, 1000.0),
+    (-INF, -INF, 0.0, 0.0, -INF),
+    (INF, 0.5, 1.0, 0.0, INF),
+    (0.5, INF, 0.0, 1.0, INF),
+    (INF, INF, 0.5, 0.5, INF),
+)
+
+
+def test_merged_extremes() -> None:
+    """Queries without keys in one part, or in both, give no NaN; NaN in out of other libraries gets no weight. A result with
+    lse = +inf has all of the weight; two such results have equal weights."""
+    out1, out2 = (torch.randn(6, 4, requires_grad=True) for _ in range(2))
+    lse1, lse2, *shares, right = torch.tensor(EXTREMES).unbind(1)
+    leaves = (out1, lse1.requires_grad_(), out2, lse2.requires_grad_())
+    out, lse = merge_attention(*leaves)
+    assert torch.equal(out, (shares[0] * out1.T + shares[1] * out2.T).T)
+    assert_near("lse", lse, right)
+    gradients = torch.autograd.grad(out.sum() + lse[right > -INF].sum(), leaves)
     assert all(gradient.isfinite().all() for gradient in gradients) and not gradients[0][2].any() and not gradients[2][2].any()
     nan = torch.full((1, 4), torch.nan)
     assert torch.equal(merge_attention(out1[:1], lse1[:1], nan, lse2[:1])[0], out1[:1])
-
-
-def test_merged_weights_that_overflowed() -> None:
-    """A result with lse = +inf has all of the weight; two such results have equal weights."""
-    out1, out2 = (torch.randn(3, 4, requires_grad=True) for _ in range(2))
-    lse1 = torch.tensor([torch.inf, 0.5, torch.inf], requires_grad=True)
-    lse2 = torch.tensor([0.5, torch.inf, torch.inf], requires_grad=True)
-    out, lse = merge_attention(out1, lse1, out2, lse2)
-    assert torch.equal(out, torch.stack([out1[0], out2[1], (out1[2] + out2[2]) / 2]))
-    assert lse.tolist() == [torch.inf] * 3
-    for gradient in torch.autograd.grad(out.sum() + lse.sum(), (out1, out2, lse1, lse2)):
-        assert gradient.isfinite().all()
 
 
 def test_merged_dtypes_and_shapes() -> None:

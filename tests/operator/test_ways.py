@@ -218,24 +218,6 @@ def test_checkpoint_and_hooks(attend: Any, operators: list[str]) -> None:
     assert not operators
 
 
-def test_second_derivatives_are_refused(attend: Any) -> None:
-    inputs = leaves()
-    for _ in range(2):
-        (grad,) = torch.autograd.grad(attend(*inputs).sum(), inputs[:1], create_graph=True)
-        with pytest.raises(RuntimeError, match="cannot be differentiated: there are first derivatives only"):
-            torch.autograd.grad(grad.sum(), inputs[:1])
-
-
-def test_batched_gradients(attend: Any) -> None:
-    """vmap over a backward, whose forward nothing watched."""
-    inputs = leaves()
-    out = attend(*inputs)
-    d_outs = torch.randn(3, *out.shape, generator=torch.Generator().manual_seed(1))
-    batched = torch.autograd.grad(out, inputs, d_outs, is_grads_batched=True, retain_graph=True)
-    single = [torch.autograd.grad(out, inputs, d_out, retain_graph=True) for d_out in d_outs]
-    assert_equal(list(batched), [torch.stack(grads) for grads in zip(*single, strict=True)])
-
-
 def test_dropout(attend: Any) -> None:
     """Each call draws new weights, known or not, and what it draws depends on torch's generator alone."""
     inputs = leaves()
