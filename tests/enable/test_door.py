@@ -9,6 +9,7 @@ import subprocess
 import sys
 import types
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ from tests.enable.models import (
     arguments,
     assert_same,
     build,
+    classes,
     counting,
-    in_float64,
     output,
     planted,
     results,
@@ -50,20 +51,16 @@ LONG = 53
 def test_outputs_and_gradients(name: str) -> None:
     """In float64 with padding, of unchanged classes; no tensor is N x N."""
     model = build(name, torch.float64)
-    given = arguments(name, model, [LONG, 22], LONG)
-    before = [type(part) for part in model.modules()]
-    counts = counting(name, PADDED)
-    with in_float64():
-        stock = results(model, given, counts)
-        through_the_door(model)
-        results(model, given, counts)  # in the first call modules are compared
-        with Sizes() as sizes, warnings.catch_warnings():
-            warnings.simplefilter("error")
-            ours = results(model, given, counts)
-        assert_same(ours, stock)
+    given, counts, before = arguments(name, model, [LONG, 22], LONG), counting(name, PADDED), classes(model)
+    stock = results(model, given, counts)
+    through_the_door(model)
+    results(model, given, counts)  # in the first call modules are compared
+    with Sizes() as sizes, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours = results(model, given, counts)
+    assert_same(ours, stock)
     assert sizes.ours and not [shape for shape in sizes.shapes if shape[-2:] == (LONG, LONG) and len(shape) > 2]
-    assert [type(part) for part in model.modules()] == before
-    assert not any(reason for reason in reasons(model)) and list(reasons(model))
+    assert classes(model) == before and reasons(model) and not any(reasons(model))
 
 
 def reasons(model: Any) -> list[str]:
@@ -71,19 +68,29 @@ def reasons(model: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["t5", "wav2vec2_bert"])
-def test_set_attn_implementation(name: str) -> None:
+@pytest.mark.parametrize("switch", [lambda model: model.set_attn_implementation(NAME), enable], ids=["named", "enabled"])
+def test_set_attn_implementation(name: str, switch: Callable[[Any], Any]) -> None:
+    """It does what enable does, and undoes it."""
     model, given = subject(name)
     expected = output(model, given)
-    model.set_attn_implementation(NAME)
+    switch(model)
     assert_near("output", output(model, given), expected)
     assert runs_the_operator(model, given) and len(disable(copy.deepcopy(model))) == len(reasons(model))
     model.set_attn_implementation("eager")
     assert torch.equal(output(model, given), expected) and disable(model) == {}
+    enable(model)
+    disable(model)
+    assert model.config._attn_implementation == "eager" and torch.equal(output(model, given), expected)
+
+
+@pytest.mark.parametrize("name", ["t5", "wav2vec2_bert"])
+def test_models_that_are_built_with_it(name: str) -> None:
+    """They need no enable."""
+    model, given = subject(name)
     made = type(model)._from_config(copy.deepcopy(model.config), attn_implementation=NAME).eval()
     made.load_state_dict(model.state_dict())
-    assert_near("from_config", output(made, given), expected)
-    assert runs_the_operator(made, given)
-    assert enable(made) == {}
+    assert_near("from_config", output(made, given), output(model, given))
+    assert runs_the_operator(made, given) and enable(made) == {}
 
 
 def test_a_module_that_differs_is_eagers() -> None:

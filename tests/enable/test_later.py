@@ -226,33 +226,6 @@ def test_two_percent_more(training: bool, shape: tuple[int, ...], dtype: torch.d
     assert_noticed(module, x)
 
 
-def loaded(model: Any) -> Any:
-    model.load_state_dict({name: value + 0.5 for name, value in model.state_dict().items()})
-    return model.train().eval()
-
-
-def adapted(model: Any) -> Any:
-    model.wq = stock.Adapter(model.wq)
-    return model
-
-
-def profiled(model: Any) -> Any:
-    model.flops = 0
-    model.register_buffer("total_ops", torch.zeros(1))
-    return model
-
-
-@pytest.mark.parametrize("change", [loaded, adapted, profiled, copy.deepcopy])
-def test_changes_that_change_nothing(change: Callable[[Any], Any]) -> None:
-    """Attributes left on a module by profilers, checkpoints and adapters: ours still runs, without a warning."""
-    module = ShawAttention().eval()
-    enable(module)
-    assert module(torch.randn(0, 20, 32)).shape == (0, 20, 32)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert_as_stock(change(module), torch.randn(*LONG), is_ours=True)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("options", [{}, {"check_calls": False}], ids=str)
 def test_positions_of_another_dtype(dtype: torch.dtype, options: dict[str, Any]) -> None:

@@ -3,11 +3,10 @@ encoders that begin with images."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ import transformers
 from torch import nn
 
 from bench.families import FAMILIES
-from tests.enable.models import padding_first, varied
+from tests.enable.models import build, padding_first
 
 SMALL = {name: {**family.small, **dict.fromkeys(family.layers, 2)} for name, family in FAMILIES.items()}
 PARAKEET = {**SMALL["parakeet"], "model_type": "parakeet_encoder", "dropout": 0.0}
@@ -197,56 +196,37 @@ WHOLE_MODELS: dict[str, tuple[Callable[[], tuple[Any, Run]], set[str]]] = {
 }
 
 
-SIZE = 32
-SMALL_VISION: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "mlp_dim": 48,
-    "image_size": SIZE,
-    "patch_size": 4,
-    "num_hidden_layers": 2,
+ENDS: dict[str, Any] = {"global_attn_indexes": (1,), "output_channels": 16, "window_size": 3}
+DOWN: dict[str, Any] = {**ENDS, "downsample_channels": [16, 16]}
+VITDET: dict[str, Any] = {
+    "window_block_indices": (0,),
+    "residual_block_indices": (1,),
+    "pretrain_image_size": 32,
+    "window_size": 3,
 }
-SAM: dict[str, Any] = {**SMALL_VISION, "window_size": 3, "global_attn_indexes": (1,), "output_channels": 16}
-DOWN: dict[str, Any] = {**SAM, "downsample_channels": [16, 16]}
-
-
-class Vision(NamedTuple):
-    """A vision encoder: class and config names, and the height of its images."""
-
-    model: str
-    config: str
-    sizes: dict[str, Any]
-    height: int = SIZE
-
-
-VITDET: dict[str, Any] = {"window_block_indices": (0,), "residual_block_indices": (1,), "use_relative_position_embeddings": True}
-SEGGPT = {"intermediate_hidden_state_indices": (0, 1), "merge_index": 0, "drop_path_rate": 0.0}
+SEGGPT = {"intermediate_hidden_state_indices": (0, 1), "merge_index": 0, "drop_path_rate": 0.0, "image_size": (64, 32)}
 FORMULAS = {f"post_conv_{channels}_channels": 16 for channels in ("in", "mid", "out")} | {"decoder_hidden_size": 8}
-VISION = {
-    "sam": Vision("SamVisionModel", "SamVisionConfig", SAM),
-    "sam_hq": Vision("SamHQVisionModel", "SamHQVisionConfig", SAM),
-    "vitdet": Vision(
-        "VitDetModel", "VitDetConfig", {**SMALL_VISION, **VITDET, "pretrain_image_size": SIZE, "window_size": 3}, height=24
-    ),
-    "seggpt": Vision("SegGptModel", "SegGptConfig", {**SMALL_VISION, **SEGGPT, "image_size": (2 * SIZE, SIZE)}),
-    "got_ocr2": Vision("GotOcr2VisionEncoder", "GotOcr2VisionConfig", SAM),
-    "deepseek_ocr2": Vision("DeepseekOcr2SamVisionEncoder", "DeepseekOcr2SamVisionConfig", DOWN, height=24),
-    "unlimited_ocr": Vision("UnlimitedOcrSamVisionEncoder", "UnlimitedOcrSamVisionConfig", DOWN, height=24),
-    "slanext": Vision("SLANeXtVisionEncoder", "SLANeXtVisionConfig", SAM),
-    "pp_formulanet": Vision("PPFormulaNetVisionModel", "PPFormulaNetVisionConfig", {**SAM, **FORMULAS}),
+VISION: dict[str, tuple[str, dict[str, Any]]] = {
+    **dict.fromkeys(("sam", "sam_hq"), ("Model", ENDS)),
+    "vitdet": ("Model", VITDET),
+    "seggpt": ("Model", SEGGPT),
+    **dict.fromkeys(("got_ocr2", "slanext"), ("Encoder", ENDS)),
+    **dict.fromkeys(("deepseek_ocr2", "unlimited_ocr"), ("Encoder", DOWN)),
+    "pp_formulanet": ("Model", {**ENDS, **FORMULAS}),
 }
+"""Vision encoders: the end of their classes' names, and settings beyond those of the family's layers."""
 
 
 def vision_encoder(name: str, implementation: str = "eager", **changes: Any) -> Any:
-    whole = VISION[name]
-    config = getattr(importlib.import_module(f"transformers.models.{name}.configuration_{name}"), whole.config)
-    model = getattr(importlib.import_module(f"transformers.models.{name}.modeling_{name}"), whole.model)
-    torch.manual_seed(0)
-    made = model._from_config(config(**{**whole.sizes, **changes}), attn_implementation=implementation)
-    return varied(made).eval().double()
+    family, (end, sizes) = FAMILIES[name], VISION[name]
+    return build(
+        name, torch.float64, make=family.find(family.prefix + end), implementation=implementation, **{**sizes, **changes}
+    )
 
 
 def images(name: str, batch: int = 2, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    """Images, which are lower than the tables of some encoders."""
     torch.manual_seed(1)
     names = ["pixel_values", *(["prompt_pixel_values", "prompt_masks"] if name == "seggpt" else [])]
-    return {argument: torch.randn(batch, 3, VISION[name].height, SIZE, dtype=dtype) for argument in names}
+    height = 24 if name in ("vitdet", "deepseek_ocr2", "unlimited_ocr") else 32
+    return {argument: torch.randn(batch, 3, height, 32, dtype=dtype) for argument in names}
