@@ -5,8 +5,8 @@ No call that they make is one that is hardly meant: each says where its queries 
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,7 +28,7 @@ from tests.enable.models import (
     arguments,
     build,
     counted,
-    in_float64,
+    exactly,
     padding_first,
     through_the_door,
     writer,
@@ -50,6 +50,7 @@ NO_STATIC_CACHE = ("falcon", "inkling")
 its first layer has a window. Inkling's is in test_a_static_cache_that_counts_in_place."""
 
 
+PIECES = (9, 1, 15, 12)
 GENERATED: dict[str, tuple[str, str, int, Callable[[Any], Any]]] = {}
 GENERATED |= {f"{name}-{how}": (name, how, 0, enable) for name in WRITERS for how in HOW}
 GENERATED |= {f"{name}-{how}-long-calls": (name, how, 500, enable) for name in WRITERS for how in ("cache", "static")}
@@ -83,7 +84,25 @@ def test_generation(name: str, how: str, fewest: int, switch: Callable[[Any], An
     assert len(set(stock[1][0, -14:].tolist())) == 14
 
 
-PIECES = ((0, 9), (9, 10), (10, 25), (25, LENGTH))
+def in_pieces(
+    model: Any, argument: str, pieces: Iterable[torch.Tensor], cache: Any = None, more: Callable[[int, int], Any] = lambda *_: {}
+) -> torch.Tensor:
+    """What a model returns for pieces of a sequence. more: other arguments for the piece from one position to another."""
+    past, outs, start = {"past_key_values": cache}, list[torch.Tensor](), 0
+    with torch.no_grad(), exactly(model):
+        for piece in pieces:
+            stop = start + piece.shape[1]
+            made = model(**{argument: piece}, **more(start, stop), **past, use_cache=True)
+            past = {key: made[key] for key in ("past_key_values", "padding_cache") if key in made}
+            outs, start = [*outs, made[0]], stop
+    return torch.cat(outs, 1)
+
+
+def cut(name: str, given: dict[str, Any]) -> tuple[str, torch.Tensor]:
+    """What comes in pieces, its name first; its mask is left out."""
+    argument = (FAMILIES[name].pieces or ("decoder_input_ids" if name in SEQ2SEQ else "input_ids",))[0]
+    given.pop("decoder_attention_mask" if argument.startswith("decoder") else "attention_mask")
+    return argument, given.pop(argument)
 
 
 @pytest.mark.parametrize(
@@ -92,40 +111,33 @@ PIECES = ((0, 9), (9, 10), (10, 25), (25, LENGTH))
         pytest.param(
             *(name, kind, padding), id=f"{name}-{kind}-{padding}", marks=[pytest.mark.thorough] * (name not in ("t5", "inkling"))
         )
-        for name in WRITERS
-        for kind in ("dynamic", "static")
-        for padding in ((0,) if name in SEQ2SEQ else (0, 5))
-        if kind == "dynamic" or name not in (*NO_STATIC_CACHE, *["bloom"] * (padding > 0))
+        for name in [*WRITERS, "pop2piano", "pix2struct"]  # the last two without a language-modelling head, with their own cache
+        for kind in ("dynamic", "static", "own")
+        for padding in ((0,) if name in SEQ2SEQ or kind == "own" else (0, 5))
+        if (kind == "own") == (name not in WRITERS)
+        and (kind != "static" or name not in (*NO_STATIC_CACHE, *["bloom"] * (padding > 0)))
     ],
 )
 def test_pieces_of_a_sequence(name: str, kind: str, padding: int) -> None:
     """A sequence fed in pieces matches the stock model and the whole sequence at once; later tokens in a piece stay hidden."""
-    model = writer(name, torch.float64)
-    seq2seq = name in SEQ2SEQ
-    config = (model.decoder if seq2seq else model).config
+    model = build(name, torch.float64) if kind == "own" else writer(name, torch.float64)
+    config = (model.decoder if name in SEQ2SEQ else model).config
     given = arguments(name, model, PADDED)
-    tokens = given.pop("decoder_input_ids" if seq2seq else "input_ids")
-    if seq2seq:
-        del given["decoder_attention_mask"]
+    argument, tokens = cut(name, given)
     other = tokens.clone()
     other[:, -1] = other[:, -1] % 49 + 1
     mask = padding_first(padding)
 
-    def logits(tokens: torch.Tensor, cache: Any, start: int = 0, stop: int = LENGTH) -> torch.Tensor:
-        piece = tokens[:, start:stop]
-        if seq2seq:
-            return model(**given, decoder_input_ids=piece, past_key_values=cache).logits  # type: ignore[no-any-return]
-        return model(piece, attention_mask=mask[:, :stop] if padding else None, past_key_values=cache).logits  # type: ignore[no-any-return]
+    def run(tokens: torch.Tensor, *sizes: int) -> torch.Tensor:
+        make: Any = {"dynamic": DynamicCache, "static": partial(StaticCache, max_cache_len=LENGTH + 5)}.get(kind)
+        cache = make and make(config=config)
+        cache = EncoderDecoderCache(cache, DynamicCache(config=config)) if name in SEQ2SEQ else cache
+        shown = lambda _, stop: {**given, **({"attention_mask": mask[:, :stop]} if padding else {})}  # noqa: E731
+        return in_pieces(model, argument, tokens.split(sizes, 1), cache, shown)
 
-    def in_pieces(tokens: torch.Tensor) -> torch.Tensor:
-        cache: Any = DynamicCache(config=config) if kind == "dynamic" else StaticCache(config, max_cache_len=LENGTH + 5)
-        cache = EncoderDecoderCache(cache, DynamicCache(config=config)) if seq2seq else cache
-        return torch.cat([logits(tokens, cache, *piece) for piece in PIECES], 1)
-
-    with torch.no_grad(), in_float64():
-        stock = in_pieces(tokens)
-        enable(model)
-        ours, changed, whole = in_pieces(tokens), in_pieces(other), logits(tokens, None)
+    stock = run(tokens, *PIECES)
+    enable(model)
+    ours, changed, whole = run(tokens, *PIECES), run(other, *PIECES), run(tokens, LENGTH)
     shown = mask[..., None].bool()
     assert_near("beside the stock model", counted(ours, shown), counted(stock, shown))
     assert_near("beside the whole", ours[:, padding:], whole[:, padding:])
@@ -137,67 +149,31 @@ def test_a_static_cache_that_counts_in_place() -> None:
     """Matches the stock model. The cache updates its length tensor in place, and Inkling's stock model reads it afterwards, so
     its terms are those of later queries."""
     model = writer("inkling", torch.float64, local_layer_ids=[1])
-    tokens = torch.randint(1, 50, (2, 40))
-
-    def in_pieces(tokens: torch.Tensor) -> torch.Tensor:
-        past = StaticCache(model.config, max_cache_len=64)
-        pieces = ((0, 20), (20, 39), (39, 40))
-        return torch.cat([model(tokens[:, slice(*piece)], past_key_values=past).logits for piece in pieces], 1)
-
-    with torch.no_grad(), in_float64():
-        stock = in_pieces(tokens)
-        enable(model)
-        assert_near("ours", in_pieces(tokens), stock)
+    pieces = torch.randint(1, 50, (2, 40)).split([20, 19, 1], 1)
+    stock = in_pieces(model, "input_ids", pieces, StaticCache(model.config, max_cache_len=64))
+    enable(model)
+    assert_near("ours", in_pieces(model, "input_ids", pieces, StaticCache(model.config, max_cache_len=64)), stock)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", ["pop2piano", "pix2struct"])
-def test_pieces_of_decoders_without_a_writer(name: str) -> None:
-    """Decoders without a language-modelling head, with a cache of their own."""
-    model = build(name, torch.float64)
-    argument, sizes = FAMILIES[name].pieces or ("", ())
-    given = arguments(name, model, WHOLE)
-    whole = given.pop(argument)
-    given.pop("decoder_attention_mask" if argument.startswith("decoder") else "attention_mask")
-
-    def in_pieces() -> torch.Tensor:
-        past: dict[str, Any] = {}
-        outs: list[torch.Tensor] = []
-        for piece in whole.split(list(sizes), 1):
-            made = model(**given, **{argument: piece}, **past, use_cache=True)
-            past = {"past_key_values": made.past_key_values}
-            outs.append(made[0])
-        return torch.cat(outs, 1)
-
-    with torch.no_grad(), in_float64():
-        stock = in_pieces()
-        enable(model)
-        assert_near("ours", in_pieces(), stock)
-
-
+@pytest.mark.filterwarnings("ignore:.*attn_mask hides")  # as a mask does with later pieces
 @pytest.mark.thorough
 @pytest.mark.parametrize("lookahead", [0, 3, 5])
 @pytest.mark.parametrize("masked", [False, True])
 def test_streaming(lookahead: int, masked: bool) -> None:
     """Nemotron with sliding caches, in pieces that begin and end within chunks; masks count from position 0."""
     model = build("nemotron_asr_streaming", torch.float64, sliding_window=9)
-    features = arguments("nemotron_asr_streaming", model, WHOLE)["input_features"]
+    argument, features = cut("nemotron_asr_streaming", arguments("nemotron_asr_streaming", model, WHOLE))
 
-    def in_pieces() -> torch.Tensor:
-        past: dict[str, Any] = {}
-        frames: list[torch.Tensor] = []
-        for piece in features.split([25, 32, 16, 8, 64, 144], 1):
-            mask = {"attention_mask": torch.ones(piece.shape[:2], dtype=torch.bool)} if masked else {}
-            made = model(piece, num_lookahead_tokens=lookahead, use_cache=True, **mask, **past)
-            past = {"past_key_values": made.past_key_values, "padding_cache": made.padding_cache}
-            frames.append(made.last_hidden_state)
-        return torch.cat(frames, 1)
+    def run() -> torch.Tensor:
+        def more(start: int, stop: int) -> dict[str, Any]:
+            mask = {"attention_mask": torch.ones(2, stop - start, dtype=torch.bool)} if masked else {}
+            return {"num_lookahead_tokens": lookahead, **mask}
 
-    with torch.no_grad(), in_float64(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "attn_mask hides")  # as such a mask does with later pieces
-        stock = in_pieces()
-        enable(model)
-        ours = in_pieces()
+        return in_pieces(model, argument, features.split([25, 32, 16, 8, 64, 144], 1), None, more)
+
+    stock = run()
+    enable(model)
+    ours = run()
     assert ours.shape == (2, LENGTH, 32)
     assert_near("ours", ours, stock)
 

@@ -14,7 +14,7 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-from tests.enable.models import COPIES, THROUGH_THE_DOOR, assert_same, build, classes, in_float64, output, results
+from tests.enable.models import COPIES, THROUGH_THE_DOOR, assert_same, build, classes, output, results
 from tests.tolerance import assert_at_most, assert_near
 from triton_relattn import disable, enable, functional
 from triton_relattn.integrations import in_place, packing
@@ -46,10 +46,13 @@ def batch(lengths: tuple[int, ...] = LENGTHS, is_left: bool = False) -> dict[str
     return {"input_ids": torch.randint(2, 50, mask.shape), "attention_mask": mask}
 
 
+def real(given: dict[str, torch.Tensor]) -> torch.Tensor:
+    return given["attention_mask"][..., None].bool()
+
+
 def assert_as_padded(packed: Any, padded: Any, given: dict[str, torch.Tensor], seed: int = 0) -> torch.Tensor:
     """The output at real tokens and the gradients are those of the enabled padded model: the same operations in another order."""
-    real = given["attention_mask"][..., None].bool()
-    ours, expected = (results(model, given, real, seed) for model in (packed, padded))
+    ours, expected = (results(model, given, real(given), seed) for model in (packed, padded))
     assert_same(ours, expected)
     assert_near("out", ours["out"], expected["out"], tolerance=2.0**-40)
     return ours["out"]
@@ -94,24 +97,22 @@ def test_real_tokens_and_gradients(name: str, is_left: bool, monkeypatch: pytest
         lengths.append(cu_seqlens_q.diff().tolist())
         return varlen(*args, cu_seqlens_q=cu_seqlens_q, **options)
 
-    with in_float64():
-        padded, packed = pair(name)
-        given = batch(is_left=is_left)
-        monkeypatch.setattr(functional, "fused_relative_attention_varlen", spy)
-        assert_as_padded(packed, padded, given)
-        assert lengths == [list(LENGTHS)] * 2 and counts(packed) == {"": 1}
-        assert not packed(**given)[0][given["attention_mask"] == 0].any()
+    padded, packed = pair(name)
+    given = batch(is_left=is_left)
+    monkeypatch.setattr(functional, "fused_relative_attention_varlen", spy)
+    assert_as_padded(packed, padded, given)
+    assert lengths == [list(LENGTHS)] * 2 and counts(packed) == {"": 1}
+    assert not packed(**given)[0][given["attention_mask"] == 0].any()
 
 
 @every_encoder
 def test_stock_attention_in_short_calls(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its mask is that of blocks on the diagonal."""
-    with in_float64():
-        padded, packed = pair(name)
-        monkeypatch.setattr(in_place.InPlace, "fewest", in_place.FEWEST)
-        monkeypatch.delattr(functional, "fused_relative_attention_varlen")
-        assert_as_padded(packed, padded, batch())
-        assert counts(packed) == {"": 1}
+    padded, packed = pair(name)
+    monkeypatch.setattr(in_place.InPlace, "fewest", in_place.FEWEST)
+    monkeypatch.delattr(functional, "fused_relative_attention_varlen")
+    assert_as_padded(packed, padded, batch())
+    assert counts(packed) == {"": 1}
 
 
 def with_a_hole(mask: torch.Tensor) -> torch.Tensor:
@@ -163,8 +164,7 @@ def test_dropout_of_weights(name: str) -> None:
     padded, packed = pair(name)
     for model in (padded, packed):
         without_dropout(model.train(), weights_p=0.3)
-    with in_float64():
-        first, second = (assert_as_padded(packed, padded, batch(), seed) for seed in (7, 8))
+    first, second = (assert_as_padded(packed, padded, batch(), seed) for seed in (7, 8))
     assert not torch.allclose(first, second)
 
 
@@ -175,18 +175,17 @@ CHECKPOINTED = [(name, False) for name in NAMES if name != "mpnet"] + [(name, Tr
 @pytest.mark.parametrize(("name", "use_reentrant"), CHECKPOINTED)
 def test_checkpoints(name: str, use_reentrant: bool) -> None:
     """A recomputation has the lengths of its batch, also if others ran meanwhile."""
-    with in_float64():
-        padded, packed = pair(name)
-        packed.train().gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-        without_dropout(packed)
-        others = [batch((30, 2, 5, 1, 1, 1))]
+    model = pair(name, torch.float32)[1].train()
+    without_dropout(model)
+    plain, others = results(model, batch(), real(batch())), [batch((30, 2, 5, 1, 1, 1))]
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
 
-        def run_another(*_: Any) -> None:
-            if others:
-                packed(**others.pop())
+    def run_another(*_: Any) -> None:
+        if others:
+            model(**others.pop())
 
-        packed.register_forward_hook(run_another)
-        assert_as_padded(packed, padded, batch())
+    model.register_forward_hook(run_another)
+    assert_same(results(model, batch(), real(batch())), plain)
 
 
 @pytest.mark.parametrize("name", ["t5", "deberta_v2_conv", "mpnet"])
@@ -214,8 +213,7 @@ def test_sixteen_bits(name: str, how: str) -> None:
     disable(exact)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
         outs = [model(**given)[0].double() * given["attention_mask"][..., None] for model in (packed, padded)]
-    with torch.no_grad(), in_float64():
-        expected = exact(**given)[0] * given["attention_mask"][..., None]
+    expected = output(exact, given) * given["attention_mask"][..., None]
     errors = [float((out - expected).norm() / expected.norm()) for out in outs]
     assert counts(packed) == {"": 1}
     assert_at_most("error", torch.tensor(errors[0]), 1.5 * errors[1])

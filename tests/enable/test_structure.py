@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tests.enable import stock
-from tests.enable.models import Sizes, assert_as_stock, assert_same, computed, operators_dropout, said
+from tests.enable.models import Sizes, assert_as_stock, assert_same, operators_dropout, results, said
 from tests.enable.stock import Altered, ShawAttention, enable
 from tests.tolerance import assert_near
 from triton_relattn import __main__ as command
@@ -103,16 +103,16 @@ def test_equal_modules_are_replaced(name: str, training: bool) -> None:
     if name == "enformer":
         module.pos_dropout.p = 0.0
     with Sizes() as dense, operators_dropout(module.heads) if training else nullcontext():
-        expected = computed(module, nn.Module.__call__, *given, counts=counts)
+        expected = results(module, given, counts)
     model = nn.ModuleDict({"block": module})
     report = enable(model)
     assert dict(report) == {"block": stock_class.__name__} and not report.left
     assert isinstance(module, stock_class) and type(module) is not stock_class
     module.load_state_dict({key: value.clone() for key, value in module.state_dict().items()})
-    computed(module, nn.Module.__call__, *given, counts=counts)  # the first call is compared with the stock class
-    computed(module, nn.Module.__call__, *given, counts=counts)
+    results(module, given, counts)  # the first call is compared with the stock class
+    results(module, given, counts)
     with Sizes() as sizes:
-        ours = computed(module, nn.Module.__call__, *given, counts=counts)
+        ours = results(module, given, counts)
     assert report.calls().compared == 2 and not report.calls().differing
     assert_same(ours, expected)
     pairs = GRID[0] * GRID[1] if name == "sam" else LENGTH
@@ -245,11 +245,11 @@ def test_layers_that_share_a_bias() -> None:
     """The second layer gets the first's bias in its small form, or in its dense form if the second is stock."""
     module = stock.GatedLayers().double().eval()
     x, mask = states(LENGTH, 8, WIDTH), ~padding(8)
-    expected = computed(module, nn.Module.__call__, x, mask)
+    expected = results(module, (x, mask))
     assert set(enable(module, check_calls=False)) == {"first", "second"}
     for parts in ("both", "the first"):
         with Sizes() as sizes:
-            assert_same(computed(module, nn.Module.__call__, x, mask), expected)
+            assert_same(results(module, (x, mask)), expected)
         assert sizes.ours and bool(sizes.squares(LENGTH)) == (parts == "the first")
         disable(module.second)
 
