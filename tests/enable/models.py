@@ -120,12 +120,12 @@ def padding_first(count: int, length: int = LENGTH) -> torch.Tensor:
     return (torch.arange(length) >= torch.tensor([[count], [0]])).long()
 
 
-def counting(name: str, lengths: list[int]) -> torch.Tensor | None:
+def counting(name: str, lengths: list[int], length: int = LENGTH) -> torch.Tensor | None:
     """The positions to compare: those that are not padding, in families whose output at padding may differ.
 
     In causal models, queries that see no key are compared too if padding comes last: those of an all-padding sequence.
     """
-    return real(lengths) if not FAMILIES[name].padding_matters or (name in CAUSAL and 0 in lengths) else None
+    return real(lengths, length) if not FAMILIES[name].padding_matters or (name in CAUSAL and 0 in lengths) else None
 
 
 def counted(out: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
@@ -258,6 +258,18 @@ def fails(*_: Any, **__: Any) -> Any:
     raise IndexError("planted")
 
 
+def times(factor: Callable[..., Any]) -> Callable[..., Any]:
+    """A fault for planted(): the output is multiplied by factor(output, *args)."""
+
+    def fault(true: Any, *args: Any, **kwargs: Any) -> Any:
+        result = true(*args, **kwargs)
+        out, *more = result if isinstance(result, tuple) else (result,)
+        out = out * factor(out, *args)
+        return (out, *more) if isinstance(result, tuple) else out
+
+    return fault
+
+
 @contextmanager
 def said() -> Iterator[list[str]]:
     """The warnings of the package, also those that are given once per process."""
@@ -282,7 +294,8 @@ def results(
 ) -> Results:
     """The output of run(model, given), and gradients of parameters and of inputs in the model's dtype, for a random one of the
     output. Both are zero at positions that are not compared."""
-    weights = {name: weight for part in parts(model) for name, weight in part.named_parameters()}
+    named = [(f"{n or ''}{name}", weight) for n, part in enumerate(parts(model)) for name, weight in part.named_parameters()]
+    weights = dict(named)
     dtype = next(iter(weights.values())).dtype
     torch.manual_seed(seed)
     np.random.seed(seed)

@@ -87,9 +87,10 @@ def counts(model: Any) -> dict[str, int]:
 
 
 @every_encoder
-@pytest.mark.parametrize("is_left", [False, True], ids=["right", "left"])
-def test_real_tokens_and_gradients(name: str, is_left: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each layer's attention is one call of the operator for packed sequences; padding gets zeros."""
+@pytest.mark.parametrize("how", ["right", "left", "short"])
+def test_real_tokens_and_gradients(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer's attention is one call of the operator for packed sequences, or of stock attention in short calls, whose mask
+    is that of blocks on the diagonal; padding gets zeros."""
     lengths: list[list[int]] = []
     varlen = functional.fused_relative_attention_varlen
 
@@ -98,21 +99,13 @@ def test_real_tokens_and_gradients(name: str, is_left: bool, monkeypatch: pytest
         return varlen(*args, cu_seqlens_q=cu_seqlens_q, **options)
 
     padded, packed = pair(name)
-    given = batch(is_left=is_left)
+    given = batch(is_left=how == "left")
     monkeypatch.setattr(functional, "fused_relative_attention_varlen", spy)
+    if how == "short":
+        monkeypatch.setattr(in_place.InPlace, "fewest", in_place.FEWEST)
     assert_as_padded(packed, padded, given)
-    assert lengths == [list(LENGTHS)] * 2 and counts(packed) == {"": 1}
+    assert lengths == [list(LENGTHS)] * 2 * (how != "short") and counts(packed) == {"": 1}
     assert not packed(**given)[0][given["attention_mask"] == 0].any()
-
-
-@every_encoder
-def test_stock_attention_in_short_calls(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its mask is that of blocks on the diagonal."""
-    padded, packed = pair(name)
-    monkeypatch.setattr(in_place.InPlace, "fewest", in_place.FEWEST)
-    monkeypatch.delattr(functional, "fused_relative_attention_varlen")
-    assert_as_padded(packed, padded, batch())
-    assert counts(packed) == {"": 1}
 
 
 def with_a_hole(mask: torch.Tensor) -> torch.Tensor:
