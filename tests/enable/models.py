@@ -41,6 +41,7 @@ WRITERS = [name for name, family in FAMILIES.items() if family.writer]
 CAUSAL = ("inkling", "bloom", "mpt", "falcon", "longt5", *T5)
 Results = dict[str, torch.Tensor]
 Given = dict[str, Any] | tuple[Any, ...]
+"""Arguments by name, or by place."""
 
 
 def build(name: str, dtype: torch.dtype = torch.float32, layers: int = 2, **changes: Any) -> Any:
@@ -119,12 +120,12 @@ def padding_first(count: int, length: int = LENGTH) -> torch.Tensor:
     return (torch.arange(length) >= torch.tensor([[count], [0]])).long()
 
 
-def counting(name: str, lengths: list[int]) -> torch.Tensor | None:
+def counting(name: str, lengths: list[int], length: int = LENGTH) -> torch.Tensor | None:
     """The positions to compare: those that are not padding, in families whose output at padding may differ.
 
     In causal models, queries that see no key are compared too if padding comes last: those of an all-padding sequence.
     """
-    return real(lengths) if not FAMILIES[name].padding_matters or (name in CAUSAL and 0 in lengths) else None
+    return real(lengths, length) if not FAMILIES[name].padding_matters or (name in CAUSAL and 0 in lengths) else None
 
 
 def counted(out: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
@@ -136,21 +137,25 @@ def counted(out: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
     return out.where(padded.unflatten(1, (out.shape[1], size)).all(2), 0.0)
 
 
+def exactly(model: Any) -> AbstractContextManager[Any]:
+    """What a float64 model is computed in: casts of its library to float32 would round."""
+    parameters = getattr(model, "parameters", lambda: ())()
+    return Promoted() if next(iter(parameters), torch.zeros(0)).dtype == torch.float64 else nullcontext()
+
+
 def forward(model: Callable[..., Any], given: Given) -> torch.Tensor:
-    """The main result. Arguments are copied: models may change them."""
-    copies = {
-        key: argument.clone() if isinstance(argument, torch.Tensor) else argument for key, argument in by_key(given).items()
-    }
-    return families.output(model(*copies.values()) if isinstance(given, tuple) else model(**copies))
+    copies = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in by_key(given).items()}
+    return families.output(model(**copies) if isinstance(given, dict) else model(*copies.values()))
+
+
+def output(model: Callable[..., Any], given: Given) -> torch.Tensor:
+    with torch.no_grad(), exactly(model):
+        return forward(model, given)
 
 
 def by_key(given: Given) -> dict[Any, Any]:
-    return dict(enumerate(given)) if isinstance(given, tuple) else given
-
-
-def output(model: Any, given: Given) -> torch.Tensor:
-    with torch.no_grad(), exactly(model):
-        return forward(model, given)
+    """Arguments by their names or places."""
+    return given if isinstance(given, dict) else dict(enumerate(given))
 
 
 class Sizes(TorchDispatchMode):
@@ -178,7 +183,7 @@ class Sizes(TorchDispatchMode):
         return [shape for shape in self.shapes if sum(size >= length - 1 for size in shape) > 1]
 
 
-def runs_the_operator(model: nn.Module, given: dict[str, Any]) -> bool:
+def runs_the_operator(model: nn.Module, given: Given) -> bool:
     with Sizes() as sizes:
         output(model, given)
     return sizes.ours
@@ -258,6 +263,18 @@ def fails(*_: Any, **__: Any) -> Any:
     raise IndexError("planted")
 
 
+def times(factor: Callable[..., Any]) -> Callable[..., Any]:
+    """A fault for planted(): the output is multiplied by factor(output, *args)."""
+
+    def fault(true: Any, *args: Any, **kwargs: Any) -> Any:
+        result = true(*args, **kwargs)
+        out, *more = result if isinstance(result, tuple) else (result,)
+        out = out * factor(out, *args)
+        return (out, *more) if isinstance(result, tuple) else out
+
+    return fault
+
+
 @contextmanager
 def said() -> Iterator[list[str]]:
     """The warnings of the package, also those that are given once per process."""
@@ -269,36 +286,6 @@ def said() -> Iterator[list[str]]:
     texts += [str(warning.message) for warning in caught if "triton_relattn" in str(warning.message)]
 
 
-def results(
-    model: Any, given: Given, counts: torch.Tensor | None = None, seed: int = 2, run: Callable[..., torch.Tensor] = forward
-) -> Results:
-    """The output, and the gradients of all parameters and floating-point inputs for a random output gradient, if it has any.
-    Output and output gradient are zero at positions that are not compared."""
-    torch.manual_seed(seed)
-    np.random.seed(seed)
-    leaves: Results = {}
-    for part in parts(model):
-        part.zero_grad()
-        leaves |= dict(part.named_parameters())
-    dtype = next(iter(leaves.values())).dtype
-    numbers = {
-        key: argument for key, argument in by_key(given).items() if isinstance(argument, torch.Tensor) and argument.dtype == dtype
-    }
-    inputs = {key: number.clone().requires_grad_() for key, number in numbers.items() if "mask" not in str(key)}
-    again = {**by_key(given), **inputs}
-    with exactly(model):
-        out = run(model, tuple(again.values()) if isinstance(given, tuple) else again)
-        found = {"out": counted(out.detach(), counts)}
-        if not out.requires_grad:
-            return found
-        d_out = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).to(out.dtype)
-        # out.backward would leave the mode, and checkpoints compute again without it.
-        engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
-        engine.run_backward((out,), (counted(d_out, counts),), False, False, (), allow_unreachable=True, accumulate_grad=True)
-    leaves |= {f"input {key}": leaf for key, leaf in inputs.items()}
-    return found | {name: leaf.grad.clone() for name, leaf in leaves.items() if leaf.grad is not None}
-
-
 def parts(model: Any) -> list[nn.Module]:
     """The module itself, or the modules that an object such as a pipeline holds."""
     if isinstance(model, nn.Module):
@@ -307,16 +294,43 @@ def parts(model: Any) -> list[nn.Module]:
     return [value for value in values if isinstance(value, nn.Module)]
 
 
-def exactly(model: Any) -> AbstractContextManager[Any]:
-    """Casts of a float64 model to float32 stay in float64, so that it computes in float64 alone."""
-    dtypes = [parameter.dtype for part in parts(model)[:1] for parameter in part.parameters()]
-    return Promoted() if torch.float64 in dtypes else nullcontext()
+def results(
+    model: Any, given: Given = (), counts: torch.Tensor | None = None, seed: int = 2, run: Callable[..., Any] = forward
+) -> Results:
+    """The output of run(model, given), and gradients of parameters and of inputs in the model's dtype, for a random one of the
+    output. Both are zero at positions that are not compared."""
+    named = [(f"{n or ''}{name}", weight) for n, part in enumerate(parts(model)) for name, weight in part.named_parameters()]
+    weights = dict(named)
+    dtype = next(iter(weights.values())).dtype
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    inputs = {
+        key: value.detach().clone().requires_grad_()
+        if getattr(value, "dtype", None) == dtype and "mask" not in str(key)
+        else value
+        for key, value in by_key(given).items()
+    }
+    leaves = {**{f"input {key}": value for key, value in inputs.items() if getattr(value, "requires_grad", False)}, **weights}
+    for leaf in leaves.values():
+        leaf.grad = None
+    with exactly(parts(model)[0]):
+        out = run(model, inputs if isinstance(given, dict) else tuple(inputs.values()))
+        if not out.requires_grad:
+            return {"out": out}
+        d_out = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).to(out.dtype)
+        # out.backward would leave the mode, and checkpoints compute again without it.
+        engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+        engine.run_backward((out,), (counted(d_out, counts),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    gradients = {name: leaf.grad.clone() for name, leaf in leaves.items() if leaf.grad is not None}
+    return {"out": counted(out.detach(), counts), **gradients}
 
 
-def both(model: nn.Module, given: dict[str, Any], counts: torch.Tensor | None = None) -> tuple[Results, Results]:
+def both(
+    model: nn.Module, given: Given, counts: torch.Tensor | None = None, switch: Callable[[Any], Any] = enable
+) -> tuple[Results, Results]:
     """Results of the enabled model, which runs the operator, and of the same model before."""
     stock = results(model, given, counts)
-    assert enable(model)
+    switch(model)
     with Sizes() as sizes:
         ours = results(model, given, counts)
     assert sizes.ours

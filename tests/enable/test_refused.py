@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -210,30 +211,22 @@ def counting(module: Any, out: Any, *_: Any) -> Any:
     return out
 
 
-class Config:
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-
 LOSSES: list[float] = []
 PLACES = ("an attribute", "an own list", "a global list", "a list of an object")
 
 
-class Keeping(ShawAttention):
+def keeping(where: str) -> nn.Module:
     """Keeps something of each call for others, who would get what was kept before enable."""
 
-    def __init__(self, where: str) -> None:
-        super().__init__()
-        self.where, self.losses, self.config = where, list[float](), Config()
-
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        out = super().forward(x, mask)
-        if self.where == "an attribute":
-            self.attention_map = out.detach()
+    def keep(module: Any, out: torch.Tensor, *_: Any) -> torch.Tensor:
+        if where == "an attribute":
+            module.attention_map = out.detach()
         else:
-            lists = {"an own list": self.losses, "a global list": LOSSES, "a list of an object": self.config.losses}
-            lists[self.where].append(float(out.detach().mean()))
+            lists = {"an own list": module.losses, "a global list": LOSSES, "a list of an object": module.config.losses}
+            lists[where].append(float(out.detach().mean()))
         return out
+
+    return holding(Altered(keep), losses=[], config=SimpleNamespace(losses=[]))  # type: ignore[no-any-return]
 
 
 DIFFERS, STATEFUL = "it computes something else, or takes other arguments.", "its forward changes "
@@ -281,7 +274,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a list": (lambda: holding(Altered(listing), past=[]), STATEFUL),
     "a counter": (lambda: holding(Altered(counting), past=torch.tensor(0)), STATEFUL),
     "noise": (lambda: Altered(lambda module, out, *_: out + torch.randn_like(out) * module.training), STATEFUL),
-    **{f"kept in {where}": (partial(Keeping, where), STATEFUL) for where in PLACES},
+    **{f"kept in {where}": (partial(keeping, where), STATEFUL) for where in PLACES},
 }
 
 

@@ -29,6 +29,7 @@ from tests.enable.models import (
     LENGTH,
     PADDED,
     THROUGH_THE_DOOR,
+    WHOLE,
     arguments,
     assert_as_stock,
     assert_same,
@@ -155,31 +156,30 @@ def test_threads_share_an_enabled_model(name: str) -> None:
         assert all(torch.equal(result, ours) for result in pool.map(lambda _: output(model, given), range(3)))
 
 
-@pytest.mark.parametrize("part", ["layers.1", "layers.0.self_attn", "layers"])
-def test_a_part_of_a_model(part: str) -> None:
-    model, given = subject("parakeet", torch.float64)
-    expected, before = results(model, given, real(PADDED)), classes(model)
-    enabled = enable(model.get_submodule(part))
-    changed = [path for (path, kind), old in zip(classes(model), before, strict=True) if (path, kind) != old]
-    assert changed == [f"{part}.{path}".rstrip(".") for path in enabled]
-    assert_same(results(model, given, real(PADDED)), expected)
-    disable(model.get_submodule(part))
-    assert classes(model) == before
+PARTS = [("parakeet", part) for part in ("layers.1", "layers.0.self_attn", "layers")]
+PARTS += [(name, "") for name in "wav2vec2_bert inkling t5 wavlm mpnet speecht5 phi4_multimodal deberta".split()]
 
 
-@pytest.mark.parametrize("name", ["wav2vec2_bert", "inkling", "t5", "wavlm", "mpnet", "speecht5", "phi4_multimodal", "deberta"])
-def test_a_part_that_is_disabled(name: str) -> None:
-    """A mix of stock and enabled layers works: each kind reads what the other passes on."""
+@pytest.mark.filterwarnings("error:.*ours raises")
+@pytest.mark.parametrize(("name", "path"), PARTS)
+def test_a_part_of_a_model(name: str, path: str) -> None:
+    """A part may be stock in an enabled model, and enabled in a stock one: each kind of layer reads what the other passes on. No
+    path: the first and the last attention become stock."""
     model, given = subject(name, torch.float64)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", ".*ours raises")
-        expected = results(model, given, counting(name, PADDED))
-        parts = attentions(model, enable(model))
-        for part in (parts[0], parts[-1]):
-            disable(part)
-            assert_same(results(model, given, counting(name, PADDED)), expected)
-            enable(model)
-    assert disable(model)
+    counts, before = real(PADDED) if name == "parakeet" else counting(name, PADDED), classes(model)
+    expected = results(model, given, counts)
+    found = attentions(model, enable(model))
+    for part in [model.get_submodule(path)] if path else (found[0], found[-1]):
+        enable(model)
+        disable(part)
+        assert_same(results(model, given, counts), expected)
+    disable(model)
+    if path:
+        changed = [f"{path}.{inner}".rstrip(".") for inner in enable(part)]
+        assert changed == [name for (name, kind), (_, was) in zip(classes(model), before, strict=True) if kind != was]
+        assert_same(results(model, given, counts), expected)
+        disable(part)
+    assert classes(model) == before
 
 
 def test_a_class_that_is_derived_from_one_that_is_served() -> None:
@@ -290,29 +290,41 @@ def test_short_calls_are_the_stock_forwards(name: str, dtype: torch.dtype, monke
         assert runs_the_operator(vits, arguments("vits", vits, [600, 600], 600))
 
 
-@pytest.mark.parametrize("name", ["vits", "vitdet", "t5", "pix2struct", "wav2vec2_bert"])
-def test_weights_that_are_asked_for(name: str) -> None:
-    """Calls that ask for attention weights run the stock forward."""
+@pytest.mark.parametrize(
+    ("name", "asks"),
+    [
+        *((name, "weights") for name in ("vits", "vitdet", "t5", "pix2struct", "wav2vec2_bert")),
+        ("inkling", "weights in its config"),
+        *(
+            pytest.param(name, "states", marks=pytest.mark.thorough)
+            for name in "parakeet wav2vec2_bert deberta_v2 gemma4".split()
+        ),
+        ("inkling", "states"),
+    ],
+)
+def test_weights_and_states_that_are_asked_for(name: str, asks: str) -> None:
+    """Calls that ask for attention weights run the stock forward; hidden states are those of the stock model."""
     model = vision_encoder(name) if name == "vitdet" else build(name)
-    given = images(name) if name == "vitdet" else arguments(name, model, PADDED)
-    kinds = ("attentions", "decoder_attentions", "cross_attentions", "encoder_attentions")
-    with torch.no_grad():
-        expected = model(**given, output_attentions=True)
-        enable(model)
-        found = model(**given, output_attentions=True)
-    compared = [(getattr(found, kind), getattr(expected, kind)) for kind in kinds if getattr(expected, kind, None) is not None]
-    assert compared and all(torch.equal(*pair) for group in compared for pair in zip(*group, strict=True))
-    assert runs_the_operator(model, given)
+    given = images(name) if name == "vitdet" else arguments(name, model, WHOLE if asks == "states" else PADDED)
+    model.config.output_attentions = "config" in asks
+    options = {"states": {"output_hidden_states": True}, "weights": {"output_attentions": True}}.get(asks, {})
 
+    def returned() -> list[torch.Tensor]:
+        with torch.no_grad():
+            made = model(**given, **options)
+        return [
+            each for kind in made if kind.endswith("states" if asks == "states" else "attentions") for each in made[kind] or ()
+        ]
 
-def test_weights_that_a_config_asks_for() -> None:
-    model, given = subject("inkling")
-    model.config.output_attentions = True
+    expected = returned()
     enable(model)
-    with torch.no_grad():
-        assert len(model(**given).attentions) == 2
+    found = returned()
+    assert len(found) == len(expected) > 1
+    for pair in zip(found, expected, strict=True):
+        assert asks == "states" or torch.equal(*pair)
+        assert_near(asks, *pair)
     model.config.output_attentions = False
-    assert runs_the_operator(model, {**given, "output_hidden_states": True})
+    assert runs_the_operator(model, {**given, **(options if asks == "states" else {})})
 
 
 OTHERS = [(name, "cu_seq_lens_q") for name in ("t5", "mpt", "wav2vec2_bert", "parakeet")]

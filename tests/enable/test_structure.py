@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from tests.enable import stock
-from tests.enable.models import Sizes, assert_as_stock, assert_same, operators_dropout, results, said
+from tests.enable.models import Sizes, assert_as_stock, assert_same, counted, operators_dropout, output, results, said
 from tests.enable.stock import Altered, ShawAttention, enable
 from tests.tolerance import assert_near
 from triton_relattn import __main__ as command
@@ -42,9 +42,9 @@ def speech(masked: bool = True) -> tuple[Any, ...]:
     return (signal, signal, *[(real[:, None, :, None] & real[:, None, None, :]).float()] * masked)
 
 
-def conformer(hides: bool = False, rows: int = 2 * LENGTH - 1) -> tuple[Any, ...]:
+def conformer(hides: bool = False, rows: int = 2 * LENGTH - 1, batch: int = 1) -> tuple[Any, ...]:
     x, mask = states(8, LENGTH, WIDTH), padding(8)[:, None]
-    return x, x, x, states(1, rows, WIDTH), ~mask if hides else mask
+    return x, x, x, states(batch, rows, WIDTH), ~mask if hides else mask
 
 
 def music(mask: torch.Tensor) -> tuple[Any, ...]:
@@ -69,6 +69,7 @@ EQUAL: dict[str, tuple[Callable[[], Any], Callable[[], tuple[Any, ...]]]] = {
     "espnet, mask hides": (lambda: stock.ConformerAttention(hides=True), lambda: conformer(hides=True)),
     "espnet, past": (lambda: stock.ConformerAttention(past=True), conformer),
     "espnet, legacy shift, past": (lambda: stock.ConformerAttention(legacy=True, past=True), lambda: conformer(rows=LENGTH)),
+    "espnet, positions per sequence": (stock.RowsPerSequence, lambda: conformer(batch=8)),
     "sam": (stock.GridAttention, lambda: (states(16, *GRID, WIDTH),)),
     "shaw": (stock.ShawAttention, lambda: (states(*LONG), padding())),
     "shaw, past first": (lambda: stock.ShawAttention(past_first=True), lambda: (states(*LONG), padding())),
@@ -87,20 +88,17 @@ def made(name: str) -> tuple[Any, tuple[Any, ...]]:
     return build().double().eval(), given()
 
 
-def counted(name: str) -> torch.Tensor | None:
-    """Positions to compare: all but padding rows that see nothing."""
-    return padding()[:, None] if name == "vits" else None
-
-
 TRAINED = ("vits", "espnet", "espnet, past", "enformer")
+COMPILED = ("vits", "espnet", "sam", "shaw", "enformer", "music")
 
 
 @pytest.mark.parametrize(("name", "training"), [*((name, False) for name in EQUAL), *((name, True) for name in TRAINED)], ids=str)
 def test_equal_modules_are_replaced(name: str, training: bool) -> None:
-    """Outputs and gradients are equal, no tensor holds all pairs, weights can be loaded, and disable undoes the change; in
-    training, with the stock class dropping the same weights as the operator."""
+    """Outputs and gradients are equal, no tensor holds all pairs, weights can be loaded, there is one graph, disable undoes the
+    change; in training, with the stock class dropping the same weights as the operator."""
     module, given = made(name)
-    stock_class, counts = type(module.train(training)), counted(name)
+    stock_class = type(module.train(training))
+    counts = padding()[:, None] if name == "vits" else None  # all but padding rows that see nothing
     if name == "enformer":
         module.pos_dropout.p = 0.0
     with Sizes() as dense, operators_dropout(module.heads) if training else nullcontext():
@@ -110,10 +108,9 @@ def test_equal_modules_are_replaced(name: str, training: bool) -> None:
     assert dict(report) == {"block": stock_class.__name__} and not report.left
     assert isinstance(module, stock_class) and type(module) is not stock_class
     module.load_state_dict({key: value.clone() for key, value in module.state_dict().items()})
-    results(module, given, counts)  # the first call is compared with the stock class
-    results(module, given, counts)
-    with Sizes() as sizes:
-        ours = results(module, given, counts)
+    for _ in range(3):  # the first call is compared with the stock class
+        with Sizes() as sizes:
+            ours = results(module, given, counts)
     assert report.calls().compared == 2 and not report.calls().differing
     assert_same(ours, expected)
     pairs = GRID[0] * GRID[1] if name == "sam" else LENGTH
@@ -122,6 +119,9 @@ def test_equal_modules_are_replaced(name: str, training: bool) -> None:
     mask = max((math.prod(value.shape) for value in given[3:] if getattr(value, "dtype", None) == torch.bool), default=0)
     per_head = [shape for shape in sizes.squares(pairs) if math.prod(shape) > max(mask, pairs**2 * ("music" in name))]
     assert not per_head or name == "vits"  # its mask covers all pairs
+    if name in COMPILED and not training:
+        compiled = counted(output(torch.compile(module, backend="aot_eager", fullgraph=True), given), counts)
+        assert_near("compiled", compiled, ours["out"])
     assert enable(model) == {}
     assert disable(model) == {"block": stock_class.__name__} and type(module) is stock_class
 
@@ -203,16 +203,14 @@ def test_scripted_modules_are_passed_by() -> None:
     assert dict(enable(model)) == {"1": "ShawAttention"}
 
 
-@pytest.mark.parametrize("kind", [stock.RowsPerSequence, stock.CachedConformerAttention])
-def test_other_conformers(kind: Any) -> None:
-    """One needs a batch row of position embeddings per sequence; one takes a tensor of cached keys and values, which precede the
-    call's, and returns the next cache."""
-    module = kind().double().eval()
+def test_a_cache() -> None:
+    """A single tensor of cached keys and values, which precede the call's; the module returns the next cache."""
+    module, queries, past = stock.CachedConformerAttention().double().eval(), 384, 6
     enable(module)
-    batch, queries, past = (1, 384, 6) if kind is stock.CachedConformerAttention else (8, LENGTH, 0)
-    keys, x = queries + past, states(batch, queries, WIDTH)
-    mask, cache = torch.ones(batch, 1, keys, dtype=torch.bool), [states(1, 4, past, 2 * WIDTH // 4)] * bool(past)
-    assert_as_stock(module, x, x, x, states(batch, 2 * keys - 1, WIDTH), mask, *cache, is_ours=True)
+    keys, x, cache = queries + past, states(1, queries, WIDTH), states(1, 4, past, 2 * WIDTH // 4)
+    assert_as_stock(
+        module, x, x, x, states(1, 2 * keys - 1, WIDTH), torch.ones(1, 1, keys, dtype=torch.bool), cache, is_ours=True
+    )
 
 
 def test_calls_that_were_not_compared_are_the_stock_class_s() -> None:
@@ -286,18 +284,6 @@ def test_the_report() -> None:
     assert len(report) == 3 and "*.attention (3)" in text and f"{stock_long / 2**20:,.0f} MiB" in text  # type: ignore[operator]
     assert "memory at 1,024" in text and "memory at 4,096" in text
     assert str(enable(model)) == "all relative attention was enabled before"
-
-
-@pytest.mark.parametrize("name", ["vits", "espnet", "sam", "shaw", "enformer", "music"])
-def test_compiled(name: str) -> None:
-    """Compiles to one graph, like the stock module."""
-    (module, given), counts = made(name), counted(name)
-    module.eval()
-    enable(module)
-    expected = module(*given)
-    found = torch.compile(module, backend="aot_eager", fullgraph=True)(*given)
-    found, expected = (out[0] if isinstance(out, tuple) else out for out in (found, expected))
-    assert_near("the enabled model", *(out if counts is None else out * counts for out in (found, expected)))
 
 
 def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
