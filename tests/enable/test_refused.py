@@ -215,18 +215,21 @@ LOSSES: list[float] = []
 PLACES = ("an attribute", "an own list", "a global list", "a list of an object")
 
 
-def keeping(where: str) -> nn.Module:
+class Keeping(ShawAttention):
     """Keeps something of each call for others, who would get what was kept before enable."""
 
-    def keep(module: Any, out: torch.Tensor, *_: Any) -> torch.Tensor:
-        if where == "an attribute":
-            module.attention_map = out.detach()
-        else:
-            lists = {"an own list": module.losses, "a global list": LOSSES, "a list of an object": module.config.losses}
-            lists[where].append(float(out.detach().mean()))
-        return out
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.losses, self.config = where, list[float](), SimpleNamespace(losses=[])
 
-    return holding(Altered(keep), losses=[], config=SimpleNamespace(losses=[]))  # type: ignore[no-any-return]
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        out = super().forward(x, mask)
+        if self.where == "an attribute":
+            self.attention_map = out.detach()
+        else:
+            lists = {"an own list": self.losses, "a global list": LOSSES, "a list of an object": self.config.losses}
+            lists[self.where].append(float(out.detach().mean()))
+        return out
 
 
 DIFFERS, STATEFUL = "it computes something else, or takes other arguments.", "its forward changes "
@@ -274,7 +277,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a list": (lambda: holding(Altered(listing), past=[]), STATEFUL),
     "a counter": (lambda: holding(Altered(counting), past=torch.tensor(0)), STATEFUL),
     "noise": (lambda: Altered(lambda module, out, *_: out + torch.randn_like(out) * module.training), STATEFUL),
-    **{f"kept in {where}": (partial(keeping, where), STATEFUL) for where in PLACES},
+    **{f"kept in {where}": (partial(Keeping, where), STATEFUL) for where in PLACES},
 }
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from tests.enable import stock
-from tests.enable.models import Sizes, assert_as_stock, assert_same, counted, operators_dropout, output, results, said
+from tests.enable.models import Sizes, assert_as_stock, assert_same, counted, forward, operators_dropout, results, said
 from tests.enable.stock import Altered, ShawAttention, enable
 from tests.tolerance import assert_near
 from triton_relattn import __main__ as command
@@ -120,7 +120,7 @@ def test_equal_modules_are_replaced(name: str, training: bool) -> None:
     per_head = [shape for shape in sizes.squares(pairs) if math.prod(shape) > max(mask, pairs**2 * ("music" in name))]
     assert not per_head or name == "vits"  # its mask covers all pairs
     if name in COMPILED and not training:
-        compiled = counted(output(torch.compile(module, backend="aot_eager", fullgraph=True), given), counts)
+        compiled = counted(forward(torch.compile(module, backend="aot_eager", fullgraph=True), given), counts)
         assert_near("compiled", compiled, ours["out"])
     assert enable(model) == {}
     assert disable(model) == {"block": stock_class.__name__} and type(module) is stock_class
