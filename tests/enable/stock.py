@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import triton_relattn
 
+Maybe = torch.Tensor | None
 enable = partial(triton_relattn.enable, by_structure=True)
 """What serves these modules, which are of no known library."""
 
@@ -45,19 +46,15 @@ class SpeechBlock(nn.Module):
         self.distance_keys, self.distance_values = (nn.Parameter(torch.randn(tables, 7, 16)) for _ in range(2))
         self.thin = nn.Dropout(0.1)
 
-    def forward(self, signal: torch.Tensor, memory: torch.Tensor, m: torch.Tensor | None = None) -> torch.Tensor:
-        query, key, value = (
-            split_heads(projection.mT, self.heads)
-            for projection in (self.to_query(signal), self.to_key(memory), self.to_value(memory))
-        )
+    def forward(self, signal: torch.Tensor, memory: torch.Tensor, m: Maybe = None) -> torch.Tensor:
+        projected = self.to_query(signal), self.to_key(memory), self.to_value(memory)
+        query, key, value = (split_heads(states.mT, self.heads) for states in projected)
         length = query.shape[2]
         distance = torch.arange(length) - torch.arange(length)[:, None]
         near, row = distance.abs() <= self.reach, (distance + self.reach).clamp(0, 2 * self.reach)
         scale = query.shape[-1] ** -0.5
-        rows = self.distance_keys[:, row] * near[..., None]
-        scores = scale * (
-            query @ key.mT + self.sign * torch.einsum("bhid,hijd->bhij", query, rows.expand(self.heads, -1, -1, -1))
-        )
+        rows = (self.distance_keys[:, row] * near[..., None]).expand(self.heads, -1, -1, -1)
+        scores = scale * (query @ key.mT + self.sign * torch.einsum("bhid,hijd->bhij", query, rows))
         if m is not None:
             scores = scores.masked_fill(m == 0, -1e4)
         weights = self.thin(scores.softmax(-1))
@@ -89,9 +86,7 @@ class ConformerAttention(nn.Module):
         pairs = (self.q_proj, query), (self.k_proj, key), (self.v_proj, value)
         return tuple(split_heads(projection(states), self.heads) for projection, states in pairs)
 
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos_embedding: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos_embedding: torch.Tensor, mask: Maybe) -> torch.Tensor:
         pos_embedding = pos_embedding.to(self.pos_proj.weight.dtype) if self.casts else pos_embedding
         p = split_heads(self.pos_proj(pos_embedding), self.heads)
         term = self.shifted((q + self.v_bias[:, None]) @ p.mT, k.shape[2])
@@ -99,13 +94,11 @@ class ConformerAttention(nn.Module):
         hidden = None if mask is None else mask[:, None] if self.hides else mask[:, None] == 0
         if hidden is not None:
             scores = scores.masked_fill(hidden, -1e30)
-        weights = scores.softmax(-1)
-        if hidden is not None:
-            weights = weights.masked_fill(hidden, 0.0)
+        weights = scores.softmax(-1) if hidden is None else scores.softmax(-1).masked_fill(hidden, 0.0)
         return self.out_proj((self.dropout(weights) @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pos_embedding: torch.Tensor, mask: torch.Tensor | None
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pos_embedding: torch.Tensor, mask: Maybe
     ) -> torch.Tensor:
         q, k, v = self.project(query, key, value)
         return self.attend(q, k, v, pos_embedding, mask)
@@ -171,7 +164,7 @@ class ShawAttention(nn.Module):
         else:
             self.distances = nn.Embedding(2 * furthest + 1, 16)
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, mask: Maybe = None) -> torch.Tensor:
         q, k, v = (split_heads(project(x), self.heads) for project in (self.wq, self.wk, self.wv))
         place = torch.arange(x.shape[1])
         distance = place[:, None] - place if not self.past_first else place - place[:, None]
@@ -195,7 +188,7 @@ class Altered(ShawAttention):
         super().__init__(**settings)
         self.change = change
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
+    def forward(self, x: torch.Tensor, mask: Maybe = None) -> Any:
         return self.change(self, super().forward(x, mask), x, mask)
 
 
@@ -245,7 +238,7 @@ class MusicAttention(nn.Module):
         self.wq, self.wk, self.wv, self.wo = (nn.Linear(width, width) for _ in range(4))
         self.E = nn.Embedding(rows, width)
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Maybe = None) -> torch.Tensor:
         q, k, v = (split_heads(layer(states), self.num_heads) for layer, states in ((self.wq, q), (self.wk, k), (self.wv, v)))
         length = q.shape[2]
         rows = self.E(torch.arange(self.most - length, self.most).clamp(min=0))
@@ -266,15 +259,7 @@ class JointMusicAttention(nn.Module):
         self.in_proj_bias = nn.Parameter(torch.zeros(3 * width))
         self.out_proj, self.Er = nn.Linear(width, width), nn.Parameter(torch.rand(rows, width // heads))
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_padding_mask: torch.Tensor | None = None,
-        need_weights: bool = True,
-        attn_mask: torch.Tensor | None = None,
-    ) -> Any:
+    def forward(self, query, key, value, key_padding_mask=None, need_weights=True, attn_mask=None):  # type: ignore[no-untyped-def]
         parts = zip((query, key, value), self.in_proj_weight.chunk(3), self.in_proj_bias.chunk(3), strict=True)
         q, k, v = (split_heads(F.linear(*operands).transpose(0, 1), self.num_heads) for operands in parts)
         length, q = q.shape[2], q * q.shape[-1] ** -0.5
@@ -302,15 +287,7 @@ class GatedAttention(nn.Module):
     def _relative_positions_bucket(self, distances: torch.Tensor) -> torch.Tensor:
         return triton_relattn.tables.t5_buckets(distances, self.num_buckets, self.max_distance)
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_padding_mask: torch.Tensor | None = None,
-        need_weights: bool = True,
-        position_bias: torch.Tensor | None = None,
-    ) -> Any:
+    def forward(self, query, key, value, key_padding_mask=None, need_weights=True, position_bias=None):  # type: ignore[no-untyped-def]
         length, batch = query.shape[:2]
         if position_bias is None and self.relative_attention_bias is not None:
             distances = torch.arange(length) - torch.arange(length)[:, None]

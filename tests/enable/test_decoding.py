@@ -6,7 +6,7 @@ No call that they make is one that is hardly meant: each says where its queries 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -28,7 +28,7 @@ from tests.enable.models import (
     arguments,
     build,
     counted,
-    in_float64,
+    exactly,
     padding_first,
     through_the_door,
     writer,
@@ -47,7 +47,9 @@ HOW: dict[str, dict[str, Any]] = {
 }
 NO_STATIC_CACHE = ("falcon", "inkling")
 """Families without a static cache: the stock model has fewer biases than the cache has keys (so has BLOOM's with padding), or
-its first layer has a window. Inkling's is in test_a_static_cache_that_counts_in_place."""
+its first layer has a window; with another first layer Inkling has one."""
+Mask = Callable[[int, int], dict[str, Any]]
+"""The mask of a piece, by where it starts and stops."""
 
 
 GENERATED: dict[str, tuple[str, str, int, Callable[[Any], Any]]] = {}
@@ -83,96 +85,68 @@ def test_generation(name: str, how: str, fewest: int, switch: Callable[[Any], An
     assert len(set(stock[1][0, -14:].tolist())) == 14
 
 
-PIECES = ((0, 9), (9, 10), (10, 25), (25, LENGTH))
+def in_pieces(model: Any, given: dict[str, Any], argument: str, sizes: Sequence[int], mask: Mask, **past: Any) -> Any:
+    """The outputs for an argument that comes in pieces of these sizes, with the caches that earlier calls return."""
+    pieces, outs, stop = given[argument].split(sizes, 1), list[torch.Tensor](), 0
+    for piece in pieces:
+        start, stop = stop, stop + piece.shape[1]
+        made = model(**{**given, argument: piece, "use_cache": True, **mask(start, stop), **past})
+        past |= {name: made[name] for name in ("past_key_values", "padding_cache") if name in made}
+        outs.append(made[0])
+    return torch.cat(outs, 1)
+
+
+CACHED = [
+    *((name, kind, padding, {}) for name in WRITERS for kind in ("dynamic", "static") for padding in (0, 5)),
+    *((name, "dynamic", 0, {}) for name in ("pop2piano", "pix2struct")),  # decoders without a language-modelling head
+    # The cache updates its length in place, and the stock model reads it afterwards: its terms, and so ours, are those of later
+    # queries, unlike those of the whole.
+    ("inkling", "static", 0, {"local_layer_ids": [1]}),
+]
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "padding"),
+    ("name", "kind", "padding", "changes"),
     [
         pytest.param(
-            *(name, kind, padding), id=f"{name}-{kind}-{padding}", marks=[pytest.mark.thorough] * (name not in ("t5", "inkling"))
+            *case,
+            id="-".join(map(str, case[:3])) + "-full" * bool(case[3]),
+            marks=[pytest.mark.thorough] * (case[0] not in ("t5", "inkling")),
         )
-        for name in WRITERS
-        for kind in ("dynamic", "static")
-        for padding in ((0,) if name in SEQ2SEQ else (0, 5))
-        if kind == "dynamic" or name not in (*NO_STATIC_CACHE, *["bloom"] * (padding > 0))
+        for case in CACHED
+        if not (case[2] and case[0] in SEQ2SEQ)
+        and not (case[1] == "static" and case[0] in (*NO_STATIC_CACHE, *["bloom"] * (case[2] > 0)) and not case[3])
     ],
 )
-def test_pieces_of_a_sequence(name: str, kind: str, padding: int) -> None:
+def test_pieces_of_a_sequence(name: str, kind: str, padding: int, changes: dict[str, Any]) -> None:
     """A sequence fed in pieces matches the stock model and the whole sequence at once; later tokens in a piece stay hidden."""
-    model = writer(name, torch.float64)
-    seq2seq = name in SEQ2SEQ
-    config = (model.decoder if seq2seq else model).config
+    model = writer(name, torch.float64, **changes) if name in WRITERS else build(name, torch.float64)
     given = arguments(name, model, PADDED)
-    tokens = given.pop("decoder_input_ids" if seq2seq else "input_ids")
-    if seq2seq:
-        del given["decoder_attention_mask"]
-    other = tokens.clone()
-    other[:, -1] = other[:, -1] % 49 + 1
-    mask = padding_first(padding)
+    prefix = "decoder_" if "decoder_input_ids" in given else ""
+    argument, config, shown = f"{prefix}input_ids", (model.decoder if prefix else model).config, padding_first(padding)
+    del given[f"{prefix}attention_mask"]
+    tokens = given[argument]
+    other = torch.cat([tokens[:, :-1], tokens[:, -1:] % 49 + 1], 1)
 
-    def logits(tokens: torch.Tensor, cache: Any, start: int = 0, stop: int = LENGTH) -> torch.Tensor:
-        piece = tokens[:, start:stop]
-        if seq2seq:
-            return model(**given, decoder_input_ids=piece, past_key_values=cache).logits  # type: ignore[no-any-return]
-        return model(piece, attention_mask=mask[:, :stop] if padding else None, past_key_values=cache).logits  # type: ignore[no-any-return]
+    def mask(start: int, stop: int) -> dict[str, Any]:
+        return {"attention_mask": shown[:, :stop]} if padding else {}
 
-    def in_pieces(tokens: torch.Tensor) -> torch.Tensor:
-        cache: Any = DynamicCache(config=config) if kind == "dynamic" else StaticCache(config, max_cache_len=LENGTH + 5)
-        cache = EncoderDecoderCache(cache, DynamicCache(config=config)) if seq2seq else cache
-        return torch.cat([logits(tokens, cache, *piece) for piece in PIECES], 1)
+    def logits(tokens: torch.Tensor) -> Any:
+        past: dict[str, Any] = {}
+        if kind == "static":
+            static = StaticCache(config, max_cache_len=LENGTH + 5)
+            past["past_key_values"] = EncoderDecoderCache(static, DynamicCache(config=config)) if prefix else static
+        return in_pieces(model, {**given, argument: tokens}, argument, (9, 1, 15, 11, 1), mask, **past)
 
-    with torch.no_grad(), in_float64():
-        stock = in_pieces(tokens)
+    with torch.no_grad(), exactly(model):
+        stock = logits(tokens)
         enable(model)
-        ours, changed, whole = in_pieces(tokens), in_pieces(other), logits(tokens, None)
-    shown = mask[..., None].bool()
-    assert_near("beside the stock model", counted(ours, shown), counted(stock, shown))
-    assert_near("beside the whole", ours[:, padding:], whole[:, padding:])
+        ours, changed, whole = logits(tokens), logits(other), model(**given, **mask(0, LENGTH), use_cache=False)[0]
+    assert_near("beside the stock model", counted(ours, shown[..., None].bool()), counted(stock, shown[..., None].bool()))
+    if not changes:
+        assert_near("beside the whole", ours[:, padding:], whole[:, padding:])
     assert_near("what is unseen", changed[:, :-1], ours[:, :-1])
     assert not torch.equal(changed[:, -1], ours[:, -1])
-
-
-def test_a_static_cache_that_counts_in_place() -> None:
-    """Matches the stock model. The cache updates its length tensor in place, and Inkling's stock model reads it afterwards, so
-    its terms are those of later queries."""
-    model = writer("inkling", torch.float64, local_layer_ids=[1])
-    tokens = torch.randint(1, 50, (2, 40))
-
-    def in_pieces(tokens: torch.Tensor) -> torch.Tensor:
-        past = StaticCache(model.config, max_cache_len=64)
-        pieces = ((0, 20), (20, 39), (39, 40))
-        return torch.cat([model(tokens[:, slice(*piece)], past_key_values=past).logits for piece in pieces], 1)
-
-    with torch.no_grad(), in_float64():
-        stock = in_pieces(tokens)
-        enable(model)
-        assert_near("ours", in_pieces(tokens), stock)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", ["pop2piano", "pix2struct"])
-def test_pieces_of_decoders_without_a_writer(name: str) -> None:
-    """Decoders without a language-modelling head, with a cache of their own."""
-    model = build(name, torch.float64)
-    argument, sizes = FAMILIES[name].pieces or ("", ())
-    given = arguments(name, model, WHOLE)
-    whole = given.pop(argument)
-    given.pop("decoder_attention_mask" if argument.startswith("decoder") else "attention_mask")
-
-    def in_pieces() -> torch.Tensor:
-        past: dict[str, Any] = {}
-        outs: list[torch.Tensor] = []
-        for piece in whole.split(list(sizes), 1):
-            made = model(**given, **{argument: piece}, **past, use_cache=True)
-            past = {"past_key_values": made.past_key_values}
-            outs.append(made[0])
-        return torch.cat(outs, 1)
-
-    with torch.no_grad(), in_float64():
-        stock = in_pieces()
-        enable(model)
-        assert_near("ours", in_pieces(), stock)
 
 
 @pytest.mark.thorough
@@ -180,24 +154,19 @@ def test_pieces_of_decoders_without_a_writer(name: str) -> None:
 @pytest.mark.parametrize("masked", [False, True])
 def test_streaming(lookahead: int, masked: bool) -> None:
     """Nemotron with sliding caches, in pieces that begin and end within chunks; masks count from position 0."""
-    model = build("nemotron_asr_streaming", torch.float64, sliding_window=9)
-    features = arguments("nemotron_asr_streaming", model, WHOLE)["input_features"]
+    name = "nemotron_asr_streaming"
+    model = build(name, torch.float64, sliding_window=9)
+    argument, sizes = FAMILIES[name].pieces or ("", ())
+    given = {argument: arguments(name, model, WHOLE)[argument], "num_lookahead_tokens": lookahead}
 
-    def in_pieces() -> torch.Tensor:
-        past: dict[str, Any] = {}
-        frames: list[torch.Tensor] = []
-        for piece in features.split([25, 32, 16, 8, 64, 144], 1):
-            mask = {"attention_mask": torch.ones(piece.shape[:2], dtype=torch.bool)} if masked else {}
-            made = model(piece, num_lookahead_tokens=lookahead, use_cache=True, **mask, **past)
-            past = {"past_key_values": made.past_key_values, "padding_cache": made.padding_cache}
-            frames.append(made.last_hidden_state)
-        return torch.cat(frames, 1)
+    def mask(start: int, stop: int) -> dict[str, Any]:
+        return {"attention_mask": torch.ones(2, stop - start, dtype=torch.bool)} if masked else {}
 
-    with torch.no_grad(), in_float64(), warnings.catch_warnings():
+    with torch.no_grad(), exactly(model), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "attn_mask hides")  # as such a mask does with later pieces
-        stock = in_pieces()
+        stock = in_pieces(model, given, argument, sizes, mask)
         enable(model)
-        ours = in_pieces()
+        ours = in_pieces(model, given, argument, sizes, mask)
     assert ours.shape == (2, LENGTH, 32)
     assert_near("ours", ours, stock)
 

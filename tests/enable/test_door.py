@@ -27,14 +27,16 @@ from tests.enable.models import (
     arguments,
     assert_same,
     build,
+    classes,
     counting,
-    in_float64,
     output,
     planted,
+    real,
     results,
     runs_the_operator,
     subject,
     through_the_door,
+    times,
 )
 from tests.tolerance import assert_near
 from triton_relattn import disable, enable
@@ -50,19 +52,16 @@ LONG = 53
 def test_outputs_and_gradients(name: str) -> None:
     """In float64 with padding, of unchanged classes; no tensor is N x N."""
     model = build(name, torch.float64)
-    given = arguments(name, model, [LONG, 22], LONG)
-    before = [type(part) for part in model.modules()]
-    counts = counting(name, PADDED)
-    with in_float64():
-        stock = results(model, given, counts)
-        through_the_door(model)
-        results(model, given, counts)  # in the first call modules are compared
-        with Sizes() as sizes, warnings.catch_warnings():
-            warnings.simplefilter("error")
-            ours = results(model, given, counts)
-        assert_same(ours, stock)
+    given, counts, before = arguments(name, model, [LONG, 22], LONG), counting(name, PADDED), classes(model)
+    stock = results(model, given, counts)
+    through_the_door(model)
+    results(model, given, counts)  # in the first call modules are compared
+    with Sizes() as sizes, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours = results(model, given, counts)
+    assert_same(ours, stock)
     assert sizes.ours and not [shape for shape in sizes.shapes if shape[-2:] == (LONG, LONG) and len(shape) > 2]
-    assert [type(part) for part in model.modules()] == before
+    assert classes(model) == before
     assert not any(reason for reason in reasons(model)) and list(reasons(model))
 
 
@@ -72,18 +71,22 @@ def reasons(model: Any) -> list[str]:
 
 @pytest.mark.parametrize("name", ["t5", "wav2vec2_bert"])
 def test_set_attn_implementation(name: str) -> None:
+    """It does what enable does, in a new model of the config too, and undoes it."""
     model, given = subject(name)
     expected = output(model, given)
-    model.set_attn_implementation(NAME)
-    assert_near("output", output(model, given), expected)
-    assert runs_the_operator(model, given) and len(disable(copy.deepcopy(model))) == len(reasons(model))
-    model.set_attn_implementation("eager")
-    assert torch.equal(output(model, given), expected) and disable(model) == {}
+    for switch in (lambda: model.set_attn_implementation(NAME), lambda: enable(model)):
+        switch()
+        assert_near("output", output(model, given), expected)
+        assert runs_the_operator(model, given) and len(disable(copy.deepcopy(model))) == len(reasons(model))
+        model.set_attn_implementation("eager")
+        assert torch.equal(output(model, given), expected) and disable(model) == {}
     made = type(model)._from_config(copy.deepcopy(model.config), attn_implementation=NAME).eval()
     made.load_state_dict(model.state_dict())
     assert_near("from_config", output(made, given), expected)
-    assert runs_the_operator(made, given)
-    assert enable(made) == {}
+    assert runs_the_operator(made, given) and enable(made) == {}
+    enable(model)
+    disable(model)
+    assert model.config._attn_implementation == "eager" and torch.equal(output(model, given), expected)
 
 
 def test_a_module_that_differs_is_eagers() -> None:
@@ -92,7 +95,7 @@ def test_a_module_that_differs_is_eagers() -> None:
     given = arguments("t5", model, PADDED)
     expected = output(model, given)
     model.set_attn_implementation(NAME)
-    with planted(model, lambda true, *args, **options: 1.001 * true(*args, **options)):
+    with planted(model, times(lambda *_: 1.001)):
         with pytest.warns(UserWarning, match="attention of T5Attention stays eager's: it computes something else") as caught:
             assert torch.equal(output(model, given), expected)
         assert len(caught) == 1 and all(reasons(model)) and not runs_the_operator(model, given)
@@ -130,31 +133,29 @@ def test_a_call_of_attention_without_a_mask() -> None:
             assert_near("output", part(states, **given)[0], out)
 
 
-def test_models_without_relative_attention_are_sdpas() -> None:
-    config = transformers.BertConfig(
-        vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, is_decoder=True
-    )
-    model = transformers.BertModel(config).eval()
-    model.set_attn_implementation("sdpa")
-    given = {"input_ids": torch.randint(1, 50, (2, LONG)), "attention_mask": (torch.arange(LONG) < torch.tensor([[LONG], [22]]))}
-    expected = output(model, given)
-    model.set_attn_implementation(NAME)
-    with pytest.warns(UserWarning, match="BertSelfAttention has no relative attention that .* serves; it runs as sdpa"):
-        assert torch.equal(output(model, given), expected)
+def bert() -> tuple[Any, dict[str, Any]]:
+    sizes = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    model = transformers.BertModel(transformers.BertConfig(**sizes, is_decoder=True)).eval()
+    return model, {"input_ids": torch.randint(1, 50, (2, LONG)), "attention_mask": real([LONG, 22], LONG)[..., 0]}
 
 
-def test_derived_classes_are_sdpas() -> None:
+def derived() -> tuple[Any, dict[str, Any]]:
     """What a class of the user changes is not known, so its dense bias is not replaced."""
     model, given = subject("t5", torch.float64)
+    attention = model.encoder.block[0].layer[0].SelfAttention
+    stock = type(attention).compute_bias
+    attention.__class__ = type("Doubled", (type(attention),), {"compute_bias": lambda *given, **more: 2 * stock(*given, **more)})
+    return model, given
 
-    class Doubled(type(model.encoder.block[0].layer[0].SelfAttention)):  # type: ignore[misc]
-        def compute_bias(self, *args: Any, **options: Any) -> torch.Tensor:
-            return 2 * super().compute_bias(*args, **options)
 
-    model.encoder.block[0].layer[0].SelfAttention.__class__ = Doubled
+@pytest.mark.parametrize(("make", "kind"), [(bert, "BertSelfAttention"), (derived, "Doubled")], ids=["bert", "derived"])
+def test_other_attention_is_sdpas(make: Any, kind: str) -> None:
+    """Attention without relative positions, and of derived classes, runs as sdpa, and a warning says so."""
+    model, given = make()
+    model.set_attn_implementation("sdpa" if make is bert else "eager")
     expected = output(model, given)
     model.set_attn_implementation(NAME)
-    with pytest.warns(UserWarning, match="Doubled has no relative attention that"):
+    with pytest.warns(UserWarning, match=f"{kind} has no relative attention that .* serves; it runs as sdpa"):
         assert_near("output", output(model, given), expected)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-from tests.enable.models import COPIES, THROUGH_THE_DOOR, assert_same, build, classes, in_float64, output, results
+from tests.enable.models import COPIES, THROUGH_THE_DOOR, assert_same, build, classes, output, results
 from tests.tolerance import assert_at_most, assert_near
 from triton_relattn import disable, enable, functional
 from triton_relattn.integrations import in_place, packing
@@ -84,9 +84,10 @@ def counts(model: Any) -> dict[str, int]:
 
 
 @every_encoder
-@pytest.mark.parametrize("is_left", [False, True], ids=["right", "left"])
-def test_real_tokens_and_gradients(name: str, is_left: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each layer's attention is one call of the operator for packed sequences; padding gets zeros."""
+@pytest.mark.parametrize("how", ["right", "left", "short calls"])
+def test_real_tokens_and_gradients(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer's attention is one call of the operator for packed sequences, or in short calls stock attention with a mask of
+    blocks on the diagonal; padding gets zeros."""
     lengths: list[list[int]] = []
     varlen = functional.fused_relative_attention_varlen
 
@@ -94,24 +95,14 @@ def test_real_tokens_and_gradients(name: str, is_left: bool, monkeypatch: pytest
         lengths.append(cu_seqlens_q.diff().tolist())
         return varlen(*args, cu_seqlens_q=cu_seqlens_q, **options)
 
-    with in_float64():
-        padded, packed = pair(name)
-        given = batch(is_left=is_left)
-        monkeypatch.setattr(functional, "fused_relative_attention_varlen", spy)
-        assert_as_padded(packed, padded, given)
-        assert lengths == [list(LENGTHS)] * 2 and counts(packed) == {"": 1}
-        assert not packed(**given)[0][given["attention_mask"] == 0].any()
-
-
-@every_encoder
-def test_stock_attention_in_short_calls(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its mask is that of blocks on the diagonal."""
-    with in_float64():
-        padded, packed = pair(name)
+    padded, packed = pair(name)
+    given = batch(is_left=how == "left")
+    monkeypatch.setattr(functional, "fused_relative_attention_varlen", spy)
+    if how == "short calls":
         monkeypatch.setattr(in_place.InPlace, "fewest", in_place.FEWEST)
-        monkeypatch.delattr(functional, "fused_relative_attention_varlen")
-        assert_as_padded(packed, padded, batch())
-        assert counts(packed) == {"": 1}
+    assert_as_padded(packed, padded, given)
+    assert lengths == [list(LENGTHS)] * (0 if how == "short calls" else 2) and counts(packed) == {"": 1}
+    assert not output(packed, given)[given["attention_mask"] == 0].any()
 
 
 def with_a_hole(mask: torch.Tensor) -> torch.Tensor:
@@ -163,8 +154,7 @@ def test_dropout_of_weights(name: str) -> None:
     padded, packed = pair(name)
     for model in (padded, packed):
         without_dropout(model.train(), weights_p=0.3)
-    with in_float64():
-        first, second = (assert_as_padded(packed, padded, batch(), seed) for seed in (7, 8))
+    first, second = (assert_as_padded(packed, padded, batch(), seed) for seed in (7, 8))
     assert not torch.allclose(first, second)
 
 
@@ -175,18 +165,17 @@ CHECKPOINTED = [(name, False) for name in NAMES if name != "mpnet"] + [(name, Tr
 @pytest.mark.parametrize(("name", "use_reentrant"), CHECKPOINTED)
 def test_checkpoints(name: str, use_reentrant: bool) -> None:
     """A recomputation has the lengths of its batch, also if others ran meanwhile."""
-    with in_float64():
-        padded, packed = pair(name)
-        packed.train().gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-        without_dropout(packed)
-        others = [batch((30, 2, 5, 1, 1, 1))]
+    padded, packed = pair(name)
+    packed.train().gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    without_dropout(packed)
+    others = [batch((30, 2, 5, 1, 1, 1))]
 
-        def run_another(*_: Any) -> None:
-            if others:
-                packed(**others.pop())
+    def run_another(*_: Any) -> None:
+        if others:
+            packed(**others.pop())
 
-        packed.register_forward_hook(run_another)
-        assert_as_padded(packed, padded, batch())
+    packed.register_forward_hook(run_another)
+    assert_as_padded(packed, padded, batch())
 
 
 @pytest.mark.parametrize("name", ["t5", "deberta_v2_conv", "mpnet"])
@@ -214,8 +203,7 @@ def test_sixteen_bits(name: str, how: str) -> None:
     disable(exact)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
         outs = [model(**given)[0].double() * given["attention_mask"][..., None] for model in (packed, padded)]
-    with torch.no_grad(), in_float64():
-        expected = exact(**given)[0] * given["attention_mask"][..., None]
+    expected = output(exact, given) * given["attention_mask"][..., None]
     errors = [float((out - expected).norm() / expected.norm()) for out in outs]
     assert counts(packed) == {"": 1}
     assert_at_most("error", torch.tensor(errors[0]), 1.5 * errors[1])

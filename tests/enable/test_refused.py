@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -210,11 +211,6 @@ def counting(module: Any, out: Any, *_: Any) -> Any:
     return out
 
 
-class Config:
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-
 LOSSES: list[float] = []
 PLACES = ("an attribute", "an own list", "a global list", "a list of an object")
 
@@ -224,7 +220,7 @@ class Keeping(ShawAttention):
 
     def __init__(self, where: str) -> None:
         super().__init__()
-        self.where, self.losses, self.config = where, list[float](), Config()
+        self.where, self.losses, self.config = where, list[float](), SimpleNamespace(losses=[])
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         out = super().forward(x, mask)

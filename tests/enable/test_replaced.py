@@ -29,15 +29,14 @@ from tests.enable.models import (
     LENGTH,
     PADDED,
     THROUGH_THE_DOOR,
+    WHOLE,
     arguments,
-    assert_as_stock,
     assert_same,
     attentions,
     build,
     classes,
     counted,
     counting,
-    in_float64,
     output,
     real,
     results,
@@ -156,32 +155,30 @@ def test_threads_share_an_enabled_model(name: str) -> None:
         assert all(torch.equal(result, ours) for result in pool.map(lambda _: output(model, given), range(3)))
 
 
-@pytest.mark.parametrize("part", ["layers.1", "layers.0.self_attn", "layers"])
-def test_a_part_of_a_model(part: str) -> None:
-    model, given = subject("parakeet", torch.float64)
-    with in_float64():
-        expected, before = results(model, given, real(PADDED)), classes(model)
-        enabled = enable(model.get_submodule(part))
-        changed = [path for (path, kind), old in zip(classes(model), before, strict=True) if (path, kind) != old]
-        assert changed == [f"{part}.{path}".rstrip(".") for path in enabled]
-        assert_same(results(model, given, real(PADDED)), expected)
-    disable(model.get_submodule(part))
-    assert classes(model) == before
+PARTS = [("parakeet", part) for part in ("layers.1", "layers.0.self_attn", "layers")]
+PARTS += [(name, "") for name in "wav2vec2_bert inkling t5 wavlm mpnet speecht5 phi4_multimodal deberta".split()]
 
 
-@pytest.mark.parametrize("name", ["wav2vec2_bert", "inkling", "t5", "wavlm", "mpnet", "speecht5", "phi4_multimodal", "deberta"])
-def test_a_part_that_is_disabled(name: str) -> None:
-    """A mix of stock and enabled layers works: each kind reads what the other passes on."""
+@pytest.mark.filterwarnings("error:.*ours raises")
+@pytest.mark.parametrize(("name", "path"), PARTS)
+def test_a_part_of_a_model(name: str, path: str) -> None:
+    """A part may be stock in an enabled model, and enabled in a stock one: each kind of layer reads what the other passes on. No
+    path: the first and the last attention become stock."""
     model, given = subject(name, torch.float64)
-    with in_float64(), warnings.catch_warnings():
-        warnings.filterwarnings("error", ".*ours raises")
-        expected = results(model, given, counting(name, PADDED))
-        parts = attentions(model, enable(model))
-        for part in (parts[0], parts[-1]):
-            disable(part)
-            assert_same(results(model, given, counting(name, PADDED)), expected)
-            enable(model)
-    assert disable(model)
+    counts, before = real(PADDED) if name == "parakeet" else counting(name, PADDED), classes(model)
+    expected = results(model, given, counts)
+    found = attentions(model, enable(model))
+    for part in [model.get_submodule(path)] if path else (found[0], found[-1]):
+        enable(model)
+        disable(part)
+        assert_same(results(model, given, counts), expected)
+    disable(model)
+    if path:
+        changed = [f"{path}.{inner}".rstrip(".") for inner in enable(part)]
+        assert changed == [name for (name, kind), (_, was) in zip(classes(model), before, strict=True) if kind != was]
+        assert_same(results(model, given, counts), expected)
+        disable(part)
+    assert classes(model) == before
 
 
 def test_a_class_that_is_derived_from_one_that_is_served() -> None:
@@ -292,29 +289,41 @@ def test_short_calls_are_the_stock_forwards(name: str, dtype: torch.dtype, monke
         assert runs_the_operator(vits, arguments("vits", vits, [600, 600], 600))
 
 
-@pytest.mark.parametrize("name", ["vits", "vitdet", "t5", "pix2struct", "wav2vec2_bert"])
-def test_weights_that_are_asked_for(name: str) -> None:
-    """Calls that ask for attention weights run the stock forward."""
+@pytest.mark.parametrize(
+    ("name", "asks"),
+    [
+        *((name, "weights") for name in ("vits", "vitdet", "t5", "pix2struct", "wav2vec2_bert")),
+        ("inkling", "weights in its config"),
+        *(
+            pytest.param(name, "states", marks=pytest.mark.thorough)
+            for name in "parakeet wav2vec2_bert deberta_v2 gemma4".split()
+        ),
+        ("inkling", "states"),
+    ],
+)
+def test_weights_and_states_that_are_asked_for(name: str, asks: str) -> None:
+    """Calls that ask for attention weights run the stock forward; hidden states are those of the stock model."""
     model = vision_encoder(name) if name == "vitdet" else build(name)
-    given = images(name) if name == "vitdet" else arguments(name, model, PADDED)
-    kinds = ("attentions", "decoder_attentions", "cross_attentions", "encoder_attentions")
-    with torch.no_grad():
-        expected = model(**given, output_attentions=True)
-        enable(model)
-        found = model(**given, output_attentions=True)
-    compared = [(getattr(found, kind), getattr(expected, kind)) for kind in kinds if getattr(expected, kind, None) is not None]
-    assert compared and all(torch.equal(*pair) for group in compared for pair in zip(*group, strict=True))
-    assert runs_the_operator(model, given)
+    given = images(name) if name == "vitdet" else arguments(name, model, WHOLE if asks == "states" else PADDED)
+    model.config.output_attentions = "config" in asks
+    options = {"states": {"output_hidden_states": True}, "weights": {"output_attentions": True}}.get(asks, {})
 
+    def returned() -> list[torch.Tensor]:
+        with torch.no_grad():
+            made = model(**given, **options)
+        return [
+            each for kind in made if kind.endswith("states" if asks == "states" else "attentions") for each in made[kind] or ()
+        ]
 
-def test_weights_that_a_config_asks_for() -> None:
-    model, given = subject("inkling")
-    model.config.output_attentions = True
+    expected = returned()
     enable(model)
-    with torch.no_grad():
-        assert len(model(**given).attentions) == 2
+    found = returned()
+    assert len(found) == len(expected) > 1
+    for pair in zip(found, expected, strict=True):
+        assert asks == "states" or torch.equal(*pair)
+        assert_near(asks, *pair)
     model.config.output_attentions = False
-    assert runs_the_operator(model, {**given, "output_hidden_states": True})
+    assert runs_the_operator(model, {**given, **(options if asks == "states" else {})})
 
 
 OTHERS = [(name, "cu_seq_lens_q") for name in ("t5", "mpt", "wav2vec2_bert", "parakeet")]
@@ -421,65 +430,32 @@ def test_settings_that_are_changed_later() -> None:
     assert_near("ours", ours, counted(output(inkling, given), real(PADDED)))
 
 
-@pytest.mark.parametrize("name", ["wav2vec2_bert", "t5"])
-def test_an_implementation_that_is_changed_later(name: str) -> None:
-    """set_attn_implementation undoes enable where ours is such an implementation."""
-    model, given = subject(name)
-    expected = output(model, given)
-    enable(model)
-    assert runs_the_operator(model, given)
-    model.set_attn_implementation("eager")
-    assert torch.equal(output(model, given), expected) and disable(model) == {}
-    enable(model)
-    disable(model)
-    assert model.config._attn_implementation == "eager" and torch.equal(output(model, given), expected)
-
-
 @pytest.mark.parametrize("name", ["t5", "longt5", "wavlm"])
 def test_tables_that_are_offloaded(name: str) -> None:
     """A table's weight may be on another device until its module is called, as with accelerate's offloading."""
     model, given = subject(name)
     enable(model)
     expected = output(model, given)
-    tables = [part for path, part in model.named_modules() if path.endswith(("relative_attention_bias", "rel_attn_embed"))]
+    tables: list[Any] = [part for path, part in model.named_modules() if path.endswith(("attention_bias", "rel_attn_embed"))]
     assert tables
+    for table in tables:
 
-    def offload(table: Any) -> None:
-        forward, weight = table.forward, table.weight
-
-        def loaded(*args: Any) -> torch.Tensor:
+        def loaded(*args: Any, table: Any = table, forward: Any = table.forward, weight: Any = table.weight) -> Any:
             table.weight = weight
             try:
-                return forward(*args)  # type: ignore[no-any-return]
+                return forward(*args)
             finally:
                 table.weight = nn.Parameter(weight.detach().to("meta"))
 
-        table.forward, table.weight = loaded, nn.Parameter(weight.detach().to("meta"))
-
-    for table in tables:
-        offload(table)
+        table.forward, table.weight = loaded, nn.Parameter(table.weight.detach().to("meta"))
     assert torch.equal(output(model, given), expected)
 
 
-@pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("name", ["t5", "wav2vec2_bert", "toy"])
-def test_adapters(name: str, before: bool) -> None:
-    """Low-rank adapters on projections take effect and are trained, whether added before or after enable."""
-    model, given = subject(name)
-
-    def adapt() -> None:
-        for path, module in list(model.named_modules()):
-            if path.endswith((".q", ".linear_q", ".wq", ".v", ".linear_v", ".wv")):
-                model.set_submodule(path, stock.Adapter(module))
-
-    torch.manual_seed(3)
-    for change in (adapt, lambda: enable(model))[:: 1 if before else -1]:
-        change()
-    assert runs_the_operator(model, given)
-    ours = results(model, given)
-    learned = [gradient for path, gradient in ours.items() if ".up." in path]
-    assert learned and all(gradient.any() for gradient in learned)
-    assert_as_stock(model, **given, counts=counting(name, PADDED) if name != "toy" else None)
+def adapt(model: Any) -> None:
+    """Low-rank adapters on projections."""
+    for path, module in list(model.named_modules()):
+        if path.endswith((".q", ".linear_q", ".wq", ".v", ".linear_v", ".wv")):
+            model.set_submodule(path, stock.Adapter(module).to(module.weight.dtype))
 
 
 def zero_the_weights(model: nn.Module) -> None:
@@ -506,37 +482,43 @@ def write_to_the_bias(model: nn.Module) -> None:
     next(part for path, part in model.named_modules() if path.endswith("SelfAttention")).register_forward_hook(add)
 
 
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("deberta_v2", zero_the_weights),
-        ("fastspeech2_conformer", zero_the_weights),
-        ("parakeet", parametrized),
-        ("t5", write_to_the_bias),
-    ],
-)
-def test_changes_that_have_an_effect(name: str, change: Callable[[Any], None]) -> None:
-    """What is done to an enabled model, after calls of this kind were compared, has the effect that it has on the stock model."""
-    model, expected = build(name), build(name)
-    given = arguments(name, model, [20, 20])
-    enable(model)
-    for _ in range(2):
-        output(model, given)
-    for network in (model, expected):
-        change(network)
-    assert_near("enabled", output(model, given), output(expected, given))
-    disable(model)
-    assert_near("disabled", output(model, given), output(expected, given))
-
-
-def test_backward_hooks_on_what_is_passed_on() -> None:
-    model, given = subject("t5")
+def look_at_gradients(model: nn.Module) -> None:
+    """By backward hooks on what layers pass on."""
     for path, part in model.named_modules():
         if path.endswith("SelfAttention"):
             part.register_full_backward_hook(lambda *_: None)
+
+
+CHANGES = [(name, adapt, before, True) for name in ("t5", "wav2vec2_bert", "toy") for before in (True, False)]
+CHANGES += [(name, zero_the_weights, False, False) for name in ("deberta_v2", "fastspeech2_conformer")]
+CHANGES += [
+    ("parakeet", parametrized, False, True),
+    ("t5", write_to_the_bias, False, True),
+    ("t5", look_at_gradients, True, True),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook")
+@pytest.mark.parametrize(("name", "change", "before", "is_ours"), CHANGES)
+def test_changes_that_have_an_effect(name: str, change: Callable[[Any], None], before: bool, is_ours: bool) -> None:
+    """What is done to a model before enable, or after calls of this kind were compared, has the effect that it has on the stock
+    model: on its output, and on all gradients."""
+    (model, given), (plain, _) = (subject(name, torch.float64, [20, 20]) for _ in range(2))
+    counts = counting(name, [20, 20]) if name != "toy" else None
+    if not before:
+        enable(model)
+    for _ in range(2):
+        output(model, given)
+    for network in (model, plain):
+        torch.manual_seed(3)
+        change(network)
     enable(model)
-    model(**given)[0].sum().backward()
-    assert all(parameter.grad is not None for path, parameter in model.named_parameters() if "relative_attention_bias" in path)
+    ours = results(model, given, counts)
+    assert runs_the_operator(model, given) == is_ours
+    assert_same(ours, results(plain, given, counts))
+    assert change is not adapt or all(gradient.any() for path, gradient in ours.items() if ".up." in path)
+    disable(model)
+    assert_near("disabled", counted(output(model, given), counts), counted(output(plain, given), counts))
 
 
 @pytest.mark.filterwarnings("error:triton_relattn")  # given if ours is tried

@@ -5,6 +5,7 @@ Calls here are long enough for the operator: on a CPU the stock class keeps thos
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from tests.enable import stock
-from tests.enable.models import Sizes, assert_as_stock, assert_same, computed, operators_dropout, said
+from tests.enable.models import Sizes, assert_as_stock, assert_same, counted, forward, operators_dropout, results, said
 from tests.enable.stock import Altered, ShawAttention, enable
 from tests.tolerance import assert_near
 from triton_relattn import __main__ as command
@@ -41,9 +42,9 @@ def speech(masked: bool = True) -> tuple[Any, ...]:
     return (signal, signal, *[(real[:, None, :, None] & real[:, None, None, :]).float()] * masked)
 
 
-def conformer(hides: bool = False, rows: int = 2 * LENGTH - 1) -> tuple[Any, ...]:
+def conformer(hides: bool = False, rows: int = 2 * LENGTH - 1, batch: int = 1) -> tuple[Any, ...]:
     x, mask = states(8, LENGTH, WIDTH), padding(8)[:, None]
-    return x, x, x, states(1, rows, WIDTH), ~mask if hides else mask
+    return x, x, x, states(batch, rows, WIDTH), ~mask if hides else mask
 
 
 def music(mask: torch.Tensor) -> tuple[Any, ...]:
@@ -68,6 +69,7 @@ EQUAL: dict[str, tuple[Callable[[], Any], Callable[[], tuple[Any, ...]]]] = {
     "espnet, mask hides": (lambda: stock.ConformerAttention(hides=True), lambda: conformer(hides=True)),
     "espnet, past": (lambda: stock.ConformerAttention(past=True), conformer),
     "espnet, legacy shift, past": (lambda: stock.ConformerAttention(legacy=True, past=True), lambda: conformer(rows=LENGTH)),
+    "espnet, positions per sequence": (stock.RowsPerSequence, lambda: conformer(batch=8)),
     "sam": (stock.GridAttention, lambda: (states(16, *GRID, WIDTH),)),
     "shaw": (stock.ShawAttention, lambda: (states(*LONG), padding())),
     "shaw, past first": (lambda: stock.ShawAttention(past_first=True), lambda: (states(*LONG), padding())),
@@ -86,33 +88,29 @@ def made(name: str) -> tuple[Any, tuple[Any, ...]]:
     return build().double().eval(), given()
 
 
-def counted(name: str) -> torch.Tensor | None:
-    """Positions to compare: all but padding rows that see nothing."""
-    return padding()[:, None] if name == "vits" else None
-
-
 TRAINED = ("vits", "espnet", "espnet, past", "enformer")
+COMPILED = ("vits", "espnet", "sam", "shaw", "enformer", "music")
 
 
 @pytest.mark.parametrize(("name", "training"), [*((name, False) for name in EQUAL), *((name, True) for name in TRAINED)], ids=str)
 def test_equal_modules_are_replaced(name: str, training: bool) -> None:
-    """Outputs and gradients are equal, no tensor holds all pairs, weights can be loaded, and disable undoes the change; in
-    training, with the stock class dropping the same weights as the operator."""
+    """Outputs and gradients are equal, no tensor holds all pairs, weights can be loaded, there is one graph, disable undoes the
+    change; in training, with the stock class dropping the same weights as the operator."""
     module, given = made(name)
-    stock_class, counts = type(module.train(training)), counted(name)
+    stock_class = type(module.train(training))
+    counts = padding()[:, None] if name == "vits" else None  # all but padding rows that see nothing
     if name == "enformer":
         module.pos_dropout.p = 0.0
     with Sizes() as dense, operators_dropout(module.heads) if training else nullcontext():
-        expected = computed(module, nn.Module.__call__, *given, counts=counts)
+        expected = results(module, given, counts)
     model = nn.ModuleDict({"block": module})
     report = enable(model)
     assert dict(report) == {"block": stock_class.__name__} and not report.left
     assert isinstance(module, stock_class) and type(module) is not stock_class
     module.load_state_dict({key: value.clone() for key, value in module.state_dict().items()})
-    computed(module, nn.Module.__call__, *given, counts=counts)  # the first call is compared with the stock class
-    computed(module, nn.Module.__call__, *given, counts=counts)
-    with Sizes() as sizes:
-        ours = computed(module, nn.Module.__call__, *given, counts=counts)
+    for _ in range(3):  # the first call is compared with the stock class
+        with Sizes() as sizes:
+            ours = results(module, given, counts)
     assert report.calls().compared == 2 and not report.calls().differing
     assert_same(ours, expected)
     pairs = GRID[0] * GRID[1] if name == "sam" else LENGTH
@@ -121,6 +119,9 @@ def test_equal_modules_are_replaced(name: str, training: bool) -> None:
     mask = max((math.prod(value.shape) for value in given[3:] if getattr(value, "dtype", None) == torch.bool), default=0)
     per_head = [shape for shape in sizes.squares(pairs) if math.prod(shape) > max(mask, pairs**2 * ("music" in name))]
     assert not per_head or name == "vits"  # its mask covers all pairs
+    if name in COMPILED and not training:
+        compiled = counted(forward(torch.compile(module, backend="aot_eager", fullgraph=True), given), counts)
+        assert_near("compiled", compiled, ours["out"])
     assert enable(model) == {}
     assert disable(model) == {"block": stock_class.__name__} and type(module) is stock_class
 
@@ -131,39 +132,55 @@ def quantised() -> nn.Module:
         return torch.ao.quantization.quantize_dynamic(ShawAttention().eval(), {nn.Linear}, dtype=torch.qint8)  # type: ignore[no-any-return]
 
 
-def with_child(name: str, change: Callable[[Any], nn.Module]) -> nn.Module:
-    module = ShawAttention()
+def with_child(name: str, change: Callable[[Any], nn.Module], module: Any = None) -> Any:
+    module = module or ShawAttention().train()
     module.register_module(name, change(getattr(module, name)))
-    return module.train()
+    return module
 
 
-UNIMPORTANT: dict[str, Callable[[], nn.Module]] = {
-    "None beside the result": lambda: Altered(lambda _, out, *__: (out, None, None)),
-    "dropout of the result": lambda: with_child("wo", lambda child: nn.Sequential(child, nn.Dropout(0.5))),
-    "tables of zeros": lambda: with_child(
-        "distances", lambda child: nn.Embedding.from_pretrained(0 * child.weight, freeze=False)
+def loaded(model: Any) -> Any:
+    model.load_state_dict({name: value + 0.5 for name, value in model.state_dict().items()})
+    return model.train().eval()
+
+
+def profiled(model: Any) -> Any:
+    model.flops = 0
+    model.register_buffer("total_ops", torch.zeros(1))
+    return model
+
+
+def same(model: Any) -> Any:
+    return model
+
+
+UNIMPORTANT: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "None beside the result": (lambda: Altered(lambda _, out, *__: (out, None, None)), same),
+    "dropout of the result": (lambda: with_child("wo", lambda child: nn.Sequential(child, nn.Dropout(0.5))), same),
+    "tables of zeros": (
+        lambda: with_child("distances", lambda child: nn.Embedding.from_pretrained(0 * child.weight, freeze=False)),
+        same,
     ),
-    "quantised": quantised,
-    "bfloat16": lambda: ShawAttention().to(torch.bfloat16),
+    "quantised": (quantised, same),
+    "bfloat16": (lambda: ShawAttention().to(torch.bfloat16), same),
+    "loaded later": (ShawAttention, loaded),
+    "an adapter later": (ShawAttention, lambda model: with_child("wq", stock.Adapter, model)),
+    "profiled later": (ShawAttention, profiled),
+    "a copy": (ShawAttention, copy.deepcopy),
 }
+"""A module, and what is done to it after enable."""
 
 
 @pytest.mark.parametrize("name", UNIMPORTANT)
 def test_what_changes_nothing(name: str) -> None:
-    torch.manual_seed(0)
-    module = UNIMPORTANT[name]()
-    x = torch.randn(*LONG).to(torch.bfloat16 if name == "bfloat16" else torch.float32)
-    torch.manual_seed(3)
-    expected = module(x)
+    """Ours runs, without a warning, also after a call without a sequence."""
+    make, change = UNIMPORTANT[name]
+    module = make()
+    dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
     assert enable(module)
-    torch.manual_seed(3)
-    with Sizes() as sizes:
-        found = module(x)
-    assert sizes.ours
-    if isinstance(expected, tuple):
-        assert type(found) is tuple and found[1:] == expected[1:]
-        found, expected = found[0], expected[0]
-    assert_near("the enabled module", found, expected, tolerance=2.0**-6 if name == "bfloat16" else None)
+    assert name == "None beside the result" or module(torch.randn(0, 20, 32, dtype=dtype)).shape == (0, 20, 32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_as_stock(change(module), torch.randn(*LONG).to(dtype), is_ours=True)
 
 
 def test_no_values_are_needed() -> None:
@@ -186,28 +203,14 @@ def test_scripted_modules_are_passed_by() -> None:
     assert dict(enable(model)) == {"1": "ShawAttention"}
 
 
-def test_position_embeddings_per_sequence() -> None:
-    """The stock class needs one batch row of position embeddings per sequence."""
-    module = stock.RowsPerSequence().double().eval()
-    x, positions = states(8, LENGTH, WIDTH), states(8, 2 * LENGTH - 1, WIDTH)
-    enable(module)
-    assert_as_stock(module, x, x, x, positions, None, is_ours=True)
-
-
 def test_a_cache() -> None:
     """A single tensor of cached keys and values, which precede the call's; the module returns the next cache."""
-    torch.manual_seed(0)
     module, queries, past = stock.CachedConformerAttention().double().eval(), 384, 6
-    keys = queries + past
-    x, positions, mask = states(1, queries, WIDTH), states(1, 2 * keys - 1, WIDTH), torch.ones(1, 1, keys, dtype=torch.bool)
-    given = x, x, x, positions, mask, states(1, 4, past, 2 * WIDTH // 4)
-    expected = module(*given)
-    assert enable(module)
-    with Sizes() as sizes:
-        found = module(*given)
-    assert sizes.ours
-    for ours, stocks in zip(found, expected, strict=True):
-        assert_near("out and cache", ours, stocks)
+    enable(module)
+    keys, x, cache = queries + past, states(1, queries, WIDTH), states(1, 4, past, 2 * WIDTH // 4)
+    assert_as_stock(
+        module, x, x, x, states(1, 2 * keys - 1, WIDTH), torch.ones(1, 1, keys, dtype=torch.bool), cache, is_ours=True
+    )
 
 
 def test_calls_that_were_not_compared_are_the_stock_class_s() -> None:
@@ -245,11 +248,11 @@ def test_layers_that_share_a_bias() -> None:
     """The second layer gets the first's bias in its small form, or in its dense form if the second is stock."""
     module = stock.GatedLayers().double().eval()
     x, mask = states(LENGTH, 8, WIDTH), ~padding(8)
-    expected = computed(module, nn.Module.__call__, x, mask)
+    expected = results(module, (x, mask))
     assert set(enable(module, check_calls=False)) == {"first", "second"}
     for parts in ("both", "the first"):
         with Sizes() as sizes:
-            assert_same(computed(module, nn.Module.__call__, x, mask), expected)
+            assert_same(results(module, (x, mask)), expected)
         assert sizes.ours and bool(sizes.squares(LENGTH)) == (parts == "the first")
         disable(module.second)
 
@@ -281,18 +284,6 @@ def test_the_report() -> None:
     assert len(report) == 3 and "*.attention (3)" in text and f"{stock_long / 2**20:,.0f} MiB" in text  # type: ignore[operator]
     assert "memory at 1,024" in text and "memory at 4,096" in text
     assert str(enable(model)) == "all relative attention was enabled before"
-
-
-@pytest.mark.parametrize("name", ["vits", "espnet", "sam", "shaw", "enformer", "music"])
-def test_compiled(name: str) -> None:
-    """Compiles to one graph, like the stock module."""
-    (module, given), counts = made(name), counted(name)
-    module.eval()
-    enable(module)
-    expected = module(*given)
-    found = torch.compile(module, backend="aot_eager", fullgraph=True)(*given)
-    found, expected = (out[0] if isinstance(out, tuple) else out for out in (found, expected))
-    assert_near("the enabled model", *(out if counts is None else out * counts for out in (found, expected)))
 
 
 def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:

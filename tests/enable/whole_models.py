@@ -3,11 +3,10 @@ encoders that begin with images."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -15,20 +14,15 @@ import transformers
 from torch import nn
 
 from bench.families import FAMILIES
-from tests.enable.models import padding_first, varied
+from tests.enable.models import build, padding_first
 
 SMALL = {name: {**family.small, **dict.fromkeys(family.layers, 2)} for name, family in FAMILIES.items()}
 PARAKEET = {**SMALL["parakeet"], "model_type": "parakeet_encoder", "dropout": 0.0}
-DECODER: dict[str, Any] = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-}
+SOUND_DECODER: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 8}
+SOUND_DECODER |= {"num_attention_heads": 4, "num_key_value_heads": 4}
 TOKENS: dict[str, Any] = {"vocab_size": 50, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+DECODER = {**SOUND_DECODER, **TOKENS}
+TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 Run = Callable[[Any], Any]
 
 
@@ -37,46 +31,74 @@ def shown(length: int, other: int) -> torch.Tensor:
     return (torch.arange(length) < torch.tensor([[length], [other]])).long()
 
 
-def reading() -> Run:
+def tokens(length: int, batch: int = 2) -> torch.Tensor:
+    return torch.randint(1, 49, (batch, length))
+
+
+def made(name: str, part: str = "ForConditionalGeneration", **settings: Any) -> Any:
+    return getattr(transformers, name + part)(getattr(transformers, f"{name}Config")(**settings))
+
+
+def calls(result: str, **given: Any) -> Run:
+    """What calls a model with these arguments and takes a part of its result."""
+    return lambda model: getattr(model(**given), result)
+
+
+def read() -> Run:
     """Logits of a decoder's tokens after the model has heard the features."""
-    features, mask, tokens = torch.randn(2, 170, 16), shown(170, 120), torch.randint(1, 50, (2, 7))
-    return lambda model: model(input_features=features, attention_mask=mask, decoder_input_ids=tokens).logits
+    features, mask = torch.randn(2, 170, 16), shown(170, 120)
+    return calls("logits", input_features=features, attention_mask=mask, decoder_input_ids=tokens(7))
 
 
 def speecht5() -> tuple[Any, Run]:
     decoder = {"decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "vocab_size": 50, "num_mel_bins": 8}
     decoder |= {"speech_decoder_prenet_units": 16, "speaker_embedding_dim": 4, "speech_decoder_postnet_units": 16}
-    config = transformers.SpeechT5Config(**SMALL["speecht5"], **decoder, speech_decoder_prenet_dropout=0.0)
-    tokens, mask, speaker, frames = torch.randint(1, 50, (2, 21)), shown(21, 14), torch.randn(2, 4), torch.randn(2, 10, 8)
-
-    def run(model: Any) -> torch.Tensor:
-        made = model(tokens, attention_mask=mask, decoder_input_values=frames, speaker_embeddings=speaker)
-        found: torch.Tensor = made.spectrogram
-        return found
-
-    return transformers.SpeechT5ForTextToSpeech(config), run
+    model = made("SpeechT5", "ForTextToSpeech", **SMALL["speecht5"], **decoder, speech_decoder_prenet_dropout=0.0)
+    voice = {"speaker_embeddings": torch.randn(2, 4), "decoder_input_values": torch.randn(2, 10, 8)}
+    return model, calls("spectrogram", input_ids=tokens(21), attention_mask=shown(21, 14), **voice)
 
 
 def fastspeech2_conformer() -> tuple[Any, Run]:
-    small = {**SMALL["fastspeech2_conformer"], "decoder_layers": 1, "decoder_num_attention_heads": 4, "decoder_linear_units": 48}
-    small |= {"vocab_size": 50, "num_mel_bins": 8, "speech_decoder_postnet_units": 16}
-    model = transformers.FastSpeech2ConformerModel(transformers.FastSpeech2ConformerConfig(**small))
-    tokens, mask = torch.randint(1, 50, (2, 21)), shown(21, 14)
-    for module in model.modules():
-        if hasattr(module, "pos_bias_u"):
-            nn.init.normal_(module.pos_bias_u)
-            nn.init.normal_(module.pos_bias_v)
-    return model, lambda model: model(tokens, attention_mask=mask).spectrogram
+    decoder = {"decoder_layers": 1, "decoder_num_attention_heads": 4, "decoder_linear_units": 48, "vocab_size": 50}
+    decoder |= {"num_mel_bins": 8, "speech_decoder_postnet_units": 16}
+    model = made("FastSpeech2Conformer", "Model", **SMALL["fastspeech2_conformer"], **decoder)
+    return model, calls("spectrogram", input_ids=tokens(21), attention_mask=shown(21, 14))
 
 
-def canary() -> tuple[Any, Run]:
-    config = transformers.CanaryConfig(encoder_config=PARAKEET, decoder_config={**DECODER, **TOKENS}, **TOKENS)
-    return transformers.CanaryForConditionalGeneration(config), reading()
+def nemotron3_5_asr() -> tuple[Any, Run]:
+    encoder = {**SMALL["nemotron_asr_streaming"], "model_type": "nemotron_asr_streaming_encoder"}
+    sizes = {"vocab_size": 50, "blank_token_id": 49, "decoder_hidden_size": 16, "num_prompts": 4, "prompt_intermediate_size": 16}
+    sizes |= {"num_decoder_layers": 1, "default_prompt_id": 1}
+    heard = {"input_features": torch.randn(2, 289, 16), "attention_mask": shown(289, 200), "prompt_ids": torch.tensor([0, 2])}
+    model = made("Nemotron3_5Asr", "ForRNNT", encoder_config=encoder, **sizes)
+    return model, calls("logits", decoder_input_ids=tokens(5), **heard)
 
 
-def cohere_asr() -> tuple[Any, Run]:
-    config = transformers.CohereAsrConfig(encoder_config=PARAKEET, **{**DECODER, **TOKENS})
-    return transformers.CohereAsrForConditionalGeneration(config), reading()
+def music(name: str) -> tuple[Any, Run]:
+    """Build a music model whose text encoder is T5."""
+    text = {"model_type": "t5", "num_layers": 1, "d_model": 16, "d_kv": 4, "num_heads": 4, "d_ff": 8, "vocab_size": 50}
+    sound = {"model_type": "encodec", "num_filters": 4, "hidden_size": 8, "codebook_dim": 8, "codebook_size": 64}
+    decoder = {"num_codebooks": 2, "vocab_size": 64, "pad_token_id": 63, "ffn_dim": 8, **TINY}
+    given = {"input_ids": tokens(37), "attention_mask": shown(37, 22), "decoder_input_ids": tokens(5, 4)}
+    return made(name, text_encoder=text, audio_encoder=sound, decoder=decoder), calls("logits", **given)
+
+
+def deepseek_vl_hybrid() -> tuple[Any, Run]:
+    coarse = {"model_type": "siglip_vision_model", "image_size": 8, "patch_size": 4, "intermediate_size": 16, **TINY}
+    fine = {"model_type": "sam_vision_model", "image_size": 24, "patch_size": 4, "output_channels": 8, "window_size": 2, **TINY}
+    fine |= {"global_attn_indexes": [1], "mlp_dim": 16, "num_pos_feats": 4, "num_hidden_layers": 2}
+    text = {"model_type": "llama", "vocab_size": 50, "num_key_value_heads": 2, "intermediate_size": 16, **TINY}
+    parts = {"text_config": text, "vision_config": coarse, "high_res_vision_config": fine}
+    images = torch.randn(2, 3, 24, 24)
+    return made("DeepseekVLHybrid", "Model", **parts), lambda model: model.high_res_vision_model(images).last_hidden_state
+
+
+def embedding_gemma2() -> tuple[Any, Run]:
+    audio = {**SMALL["gemma4"], "model_type": "gemma4_audio"}
+    text = {**DECODER, "num_key_value_heads": 2, "hidden_size_per_layer_input": 8, "embedding_dim": 16}
+    model = made("EmbeddingGemma2", "Model", text_config=text, audio_config=audio, vision_config=None)
+    features, mask, real = torch.randn(2, 148, 16), shown(148, 88).bool(), shown(37, 22).bool()
+    return model, lambda model: model.get_audio_features(features, mask).last_hidden_state[real]
 
 
 def nemotron_h_omni() -> tuple[Any, Run]:
@@ -108,49 +130,6 @@ def codec(name: str) -> tuple[Any, Run]:
     return getattr(transformers, f"{name}Model")(config), run
 
 
-def embedding_gemma2() -> tuple[Any, Run]:
-    audio = {**SMALL["gemma4"], "model_type": "gemma4_audio"}
-    text = {**DECODER, **TOKENS, "num_key_value_heads": 2, "hidden_size_per_layer_input": 8, "embedding_dim": 16}
-    config = transformers.EmbeddingGemma2Config(text_config=text, audio_config=audio, vision_config=None)
-    features, mask = torch.randn(2, 148, 16), shown(148, 88).bool()
-    real = shown(37, 22).bool()
-    return transformers.EmbeddingGemma2Model(config), lambda model: model.get_audio_features(features, mask).last_hidden_state[
-        real
-    ]
-
-
-def nemotron3_5_asr() -> tuple[Any, Run]:
-    encoder = {**SMALL["nemotron_asr_streaming"], "model_type": "nemotron_asr_streaming_encoder"}
-    sizes = {"vocab_size": 50, "blank_token_id": 49, "decoder_hidden_size": 16, "num_prompts": 4, "prompt_intermediate_size": 16}
-    config = transformers.Nemotron3_5AsrConfig(encoder_config=encoder, **sizes, num_decoder_layers=1, default_prompt_id=1)
-    model = transformers.Nemotron3_5AsrForRNNT._from_config(config, attn_implementation="sdpa")
-    features, mask, tokens = torch.randn(2, 289, 16), shown(289, 200), torch.randint(1, 49, (2, 5))
-    return model, lambda model: model(features, mask, decoder_input_ids=tokens, prompt_ids=torch.tensor([0, 2])).logits
-
-
-def music(classes: str) -> tuple[Any, Run]:
-    """Build a music model whose text encoder is T5."""
-    text = {"model_type": "t5", "num_layers": 1, "d_model": 16, "d_kv": 4, "num_heads": 4, "d_ff": 8, "vocab_size": 50}
-    sound = {"model_type": "encodec", "num_filters": 4, "hidden_size": 8, "codebook_dim": 8, "codebook_size": 64}
-    sizes = {"vocab_size": 64, "num_hidden_layers": 1, "ffn_dim": 8, "num_attention_heads": 2, "hidden_size": 16}
-    decoder = {"num_codebooks": 2, "pad_token_id": 63, **sizes}
-    config = getattr(transformers, f"{classes}Config")(text_encoder=text, audio_encoder=sound, decoder=decoder)
-    model = getattr(transformers, f"{classes}ForConditionalGeneration")(config)
-    tokens, mask, codes = torch.randint(1, 49, (2, 37)), shown(37, 22), torch.randint(0, 63, (4, 5))
-    return model, lambda model: model(input_ids=tokens, attention_mask=mask, decoder_input_ids=codes).logits
-
-
-def deepseek_vl_hybrid() -> tuple[Any, Run]:
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
-    vision = {"model_type": "siglip_vision_model", "image_size": 8, "patch_size": 4, **sizes}
-    fine = {"model_type": "sam_vision_model", "image_size": 24, "patch_size": 4, "output_channels": 8, "window_size": 2, **sizes}
-    fine |= {"global_attn_indexes": [1], "mlp_dim": 16, "num_pos_feats": 4}
-    text = {"model_type": "llama", "vocab_size": 50, "num_key_value_heads": 2, **sizes}
-    config = transformers.DeepseekVLHybridConfig(text_config=text, vision_config=vision, high_res_vision_config=fine)
-    images = torch.randn(2, 3, 24, 24)
-    return transformers.DeepseekVLHybridModel(config), lambda model: model.high_res_vision_model(images).last_hidden_state
-
-
 @contextmanager
 def without_vision() -> Iterator[None]:
     """Build Inkling without its large vision part."""
@@ -166,87 +145,65 @@ def inkling() -> tuple[Any, Run]:
     config = transformers.InklingConfig(text_config=text, audio_config=audio)
     with without_vision():
         model = transformers.InklingForConditionalGeneration._from_config(config, attn_implementation="eager")
-    tokens, mask = torch.randint(1, 50, (2, 37)), padding_first(9)
+    given, mask = tokens(37), padding_first(9)
     packed = torch.cat([torch.arange(20), torch.arange(17)]).expand(2, -1)
 
     def run(model: Any) -> torch.Tensor:
-        padded = model(tokens, attention_mask=mask).logits.where(mask.bool()[..., None], 0.0)
-        return torch.cat([padded, model(tokens, position_ids=packed).logits, model(tokens, is_causal=False).logits])
+        padded = model(given, attention_mask=mask).logits.where(mask.bool()[..., None], 0.0)
+        return torch.cat([padded, model(given, position_ids=packed).logits, model(given, is_causal=False).logits])
 
     return model, run
 
 
-SOUND_DECODER = {**{key: value for key, value in DECODER.items() if key != "vocab_size"}, "head_dim": 8}
+OF_PARAKEET, OF_BERT = {"ParakeetEncoder", "ParakeetEncoderAttention"}, {"Wav2Vec2BertSelfAttention"}
 WHOLE_MODELS: dict[str, tuple[Callable[[], tuple[Any, Run]], set[str]]] = {
     "speecht5": (speecht5, {"SpeechT5Encoder", "SpeechT5Attention", "SpeechT5RelativePositionalEncoding"}),
     "fastspeech2_conformer": (fastspeech2_conformer, {"FastSpeech2ConformerAttention"}),
-    "canary": (canary, {"ParakeetEncoder", "ParakeetEncoderAttention"}),
-    "cohere_asr": (cohere_asr, {"ParakeetEncoder", "ParakeetEncoderAttention"}),
-    "nemotron_h_omni": (nemotron_h_omni, {"ParakeetEncoder", "ParakeetEncoderAttention"}),
-    "xcodec2": (partial(codec, "Xcodec2"), {"Wav2Vec2BertSelfAttention"}),
-    "neucodec": (partial(codec, "NeuCodec"), {"Wav2Vec2BertSelfAttention"}),
+    "canary": (lambda: (made("Canary", encoder_config=PARAKEET, decoder_config=DECODER, **TOKENS), read()), OF_PARAKEET),
+    "cohere_asr": (lambda: (made("CohereAsr", encoder_config=PARAKEET, **DECODER), read()), OF_PARAKEET),
+    "nemotron_h_omni": (nemotron_h_omni, OF_PARAKEET),
+    "nemotron3_5_asr": (nemotron3_5_asr, {f"NemotronAsrStreamingEncoder{part}" for part in ("", "Block", "Attention")}),
+    "xcodec2": (partial(codec, "Xcodec2"), OF_BERT),
+    "neucodec": (partial(codec, "NeuCodec"), OF_BERT),
     "embedding_gemma2": (embedding_gemma2, {"Gemma4AudioModel", "Gemma4AudioAttention"}),
     "musicgen": (partial(music, "Musicgen"), {"T5Attention"}),
     "musicgen_melody": (partial(music, "MusicgenMelody"), {"T5Attention"}),
     "inkling": (inkling, {"InklingModel", "InklingTextModel", "InklingAttention"}),
     "deepseek_vl_hybrid": (deepseek_vl_hybrid, {"SamVisionSdpaAttention"}),
-    "nemotron3_5_asr": (
-        nemotron3_5_asr,
-        {"NemotronAsrStreamingEncoder", "NemotronAsrStreamingEncoderBlock", "NemotronAsrStreamingEncoderAttention"},
-    ),
 }
+"""What builds a model and what computes its output, and the classes that are replaced."""
 
-
-SIZE = 32
-SMALL_VISION: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "mlp_dim": 48,
-    "image_size": SIZE,
-    "patch_size": 4,
-    "num_hidden_layers": 2,
+ENDS: dict[str, Any] = {"global_attn_indexes": (1,), "output_channels": 16, "window_size": 3}
+DOWN: dict[str, Any] = {**ENDS, "downsample_channels": [16, 16]}
+VITDET: dict[str, Any] = {
+    "window_block_indices": (0,),
+    "residual_block_indices": (1,),
+    "pretrain_image_size": 32,
+    "window_size": 3,
 }
-SAM: dict[str, Any] = {**SMALL_VISION, "window_size": 3, "global_attn_indexes": (1,), "output_channels": 16}
-DOWN: dict[str, Any] = {**SAM, "downsample_channels": [16, 16]}
-
-
-class Vision(NamedTuple):
-    """A vision encoder: class and config names, and the height of its images."""
-
-    model: str
-    config: str
-    sizes: dict[str, Any]
-    height: int = SIZE
-
-
-VITDET: dict[str, Any] = {"window_block_indices": (0,), "residual_block_indices": (1,), "use_relative_position_embeddings": True}
-SEGGPT = {"intermediate_hidden_state_indices": (0, 1), "merge_index": 0, "drop_path_rate": 0.0}
+SEGGPT = {"intermediate_hidden_state_indices": (0, 1), "merge_index": 0, "drop_path_rate": 0.0, "image_size": (64, 32)}
 FORMULAS = {f"post_conv_{channels}_channels": 16 for channels in ("in", "mid", "out")} | {"decoder_hidden_size": 8}
-VISION = {
-    "sam": Vision("SamVisionModel", "SamVisionConfig", SAM),
-    "sam_hq": Vision("SamHQVisionModel", "SamHQVisionConfig", SAM),
-    "vitdet": Vision(
-        "VitDetModel", "VitDetConfig", {**SMALL_VISION, **VITDET, "pretrain_image_size": SIZE, "window_size": 3}, height=24
-    ),
-    "seggpt": Vision("SegGptModel", "SegGptConfig", {**SMALL_VISION, **SEGGPT, "image_size": (2 * SIZE, SIZE)}),
-    "got_ocr2": Vision("GotOcr2VisionEncoder", "GotOcr2VisionConfig", SAM),
-    "deepseek_ocr2": Vision("DeepseekOcr2SamVisionEncoder", "DeepseekOcr2SamVisionConfig", DOWN, height=24),
-    "unlimited_ocr": Vision("UnlimitedOcrSamVisionEncoder", "UnlimitedOcrSamVisionConfig", DOWN, height=24),
-    "slanext": Vision("SLANeXtVisionEncoder", "SLANeXtVisionConfig", SAM),
-    "pp_formulanet": Vision("PPFormulaNetVisionModel", "PPFormulaNetVisionConfig", {**SAM, **FORMULAS}),
+VISION: dict[str, tuple[str, dict[str, Any]]] = {
+    **dict.fromkeys(("sam", "sam_hq"), ("Model", ENDS)),
+    "vitdet": ("Model", VITDET),
+    "seggpt": ("Model", SEGGPT),
+    **dict.fromkeys(("got_ocr2", "slanext"), ("Encoder", ENDS)),
+    **dict.fromkeys(("deepseek_ocr2", "unlimited_ocr"), ("Encoder", DOWN)),
+    "pp_formulanet": ("Model", {**ENDS, **FORMULAS}),
 }
+"""Vision encoders: the end of their classes' names, and settings beyond those of the family's layers."""
 
 
 def vision_encoder(name: str, implementation: str = "eager", **changes: Any) -> Any:
-    whole = VISION[name]
-    config = getattr(importlib.import_module(f"transformers.models.{name}.configuration_{name}"), whole.config)
-    model = getattr(importlib.import_module(f"transformers.models.{name}.modeling_{name}"), whole.model)
-    torch.manual_seed(0)
-    made = model._from_config(config(**{**whole.sizes, **changes}), attn_implementation=implementation)
-    return varied(made).eval().double()
+    family, (end, sizes) = FAMILIES[name], VISION[name]
+    return build(
+        name, torch.float64, make=family.find(family.prefix + end), implementation=implementation, **{**sizes, **changes}
+    )
 
 
 def images(name: str, batch: int = 2, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    """Images, which are lower than the tables of some encoders."""
     torch.manual_seed(1)
     names = ["pixel_values", *(["prompt_pixel_values", "prompt_masks"] if name == "seggpt" else [])]
-    return {argument: torch.randn(batch, 3, VISION[name].height, SIZE, dtype=dtype) for argument in names}
+    height = 24 if name in ("vitdet", "deepseek_ocr2", "unlimited_ocr") else 32
+    return {argument: torch.randn(batch, 3, height, 32, dtype=dtype) for argument in names}

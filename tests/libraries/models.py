@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.enable.models import Results, Sizes, computed, varied
+from tests.enable.models import Given, Results, results, varied
 from tests.libraries.standins import absent, bare, load
 from triton_relattn import enable
 from triton_relattn.integrations.report import Report
 
 sys.path.append(f"{sys.prefix}/beside/torchaudio/models/wav2vec2")  # other libraries import torchaudio if they find it
-Given = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Model:
     name: str
     package: str
     build: Callable[..., nn.Module]
-    given: Callable[[torch.Tensor], Given]
+    given: Callable[[torch.Tensor], tuple[Any, ...]]
     settings: dict[str, Any] = field(default_factory=dict)
     usual: dict[str, Any] = field(default_factory=dict)
     at: int = 4096
@@ -49,25 +48,17 @@ class Model:
         torch.manual_seed(0)
         return varied(self.build(**self.settings)).to(dtype).eval()
 
-    def arguments(self, lengths: list[int]) -> Given:
+    def arguments(self, lengths: list[int]) -> Any:
         torch.manual_seed(1)
-        return self.given(torch.arange(max(lengths)) < torch.tensor(lengths)[:, None])
+        given = self.given(torch.arange(max(lengths)) < torch.tensor(lengths)[:, None])
+        return dict(zip(self.names, given, strict=True)) if self.names else given
 
     def enable(self, model: nn.Module, **options: Any) -> Report:
         return enable(model, by_structure=bool(self.usual), **options)
 
-    def call(self, model: nn.Module, *given: Any) -> Any:
-        return model(**dict(zip(self.names, given, strict=True))) if self.names else model(*given)
-
     def results(self, model: nn.Module, given: Given) -> Results:
-        """The output and all gradients, in float64; without padding where a model computes numbers there."""
-        return computed(model, self.call, *given, counts=given[1].bool() if self.given is speech else None)
-
-    def output(self, model: nn.Module, given: Given) -> tuple[torch.Tensor, bool]:
-        """The output in the dtype of the model, and whether the operator ran."""
-        with torch.no_grad(), Sizes() as sizes:
-            out = self.call(model, *given)
-        return out[0] if isinstance(out, tuple) else out, sizes.ours
+        """The output and all gradients; without padding where a model computes numbers there."""
+        return results(model, given, given[1].bool() if self.given is speech else None)  # type: ignore[index]
 
 
 def states(*shape: int) -> torch.Tensor:
@@ -165,35 +156,35 @@ def timm(**settings: Any) -> nn.Module:
     return load("timm.models.vision_transformer_sam.VisionTransformerSAM")(**settings)  # type: ignore[no-any-return]
 
 
-def mel_last(real: torch.Tensor) -> Given:
+def mel_last(real: torch.Tensor) -> tuple[Any, ...]:
     return states(*real.shape, MEL), real.sum(1)
 
 
-def speech(real: torch.Tensor) -> Given:
+def speech(real: torch.Tensor) -> tuple[Any, ...]:
     return states(len(real), 16, real.shape[1]), real[:, None].float()
 
 
-def frames(real: torch.Tensor) -> Given:
+def frames(real: torch.Tensor) -> tuple[Any, ...]:
     x = states(*real.shape, 16)
     return x, x, x, states(1, 2 * real.shape[1] - 1, 16), real[:, None]
 
 
-def mask_first(real: torch.Tensor) -> Given:
+def mask_first(real: torch.Tensor) -> tuple[Any, ...]:
     x, y, z, positions, mask = frames(real)
     return x, y, z, mask, positions
 
 
-def time_first(real: torch.Tensor) -> Given:
+def time_first(real: torch.Tensor) -> tuple[Any, ...]:
     """Arguments of fairseq's attention: the mask of padding, no incremental state, and no weights."""
     x = states(*real.T.shape, 16)
     return x, x, x, ~real, None, False
 
 
-def sequences(real: torch.Tensor) -> Given:
+def sequences(real: torch.Tensor) -> tuple[Any, ...]:
     return (states(*real.shape, 16),)
 
 
-def image(real: torch.Tensor, side: int = 64) -> Given:
+def image(real: torch.Tensor, side: int = 64) -> tuple[Any, ...]:
     return (states(len(real), 3, side, side),)
 
 

@@ -12,13 +12,24 @@ from typing import Any
 import pytest
 import torch
 
-from tests.enable.models import LENGTH, PADDED, WHOLE, Sizes, assert_same, operators_dropout
+from tests.enable.models import (
+    LENGTH,
+    PADDED,
+    WHOLE,
+    Sizes,
+    assert_same,
+    classes,
+    exactly,
+    in_precision,
+    operators_dropout,
+    output,
+    runs_the_operator,
+)
 from tests.enable.stock import enable as enable_by_structure
 from tests.libraries.models import CLASSES, ESPNET, HEADS, MEL, NEMO, STRUCTURES, Model, X, nemo, states
 from tests.libraries.standins import load, needs
 from tests.tolerance import assert_at_most, assert_near
 from triton_relattn import disable, enable
-from triton_relattn.integrations.isolation import Promoted
 
 DOCS = Path(__file__).parents[2] / "docs" / "enable.md"
 
@@ -36,20 +47,16 @@ def named(*names: str) -> Any:
 @pytest.mark.parametrize("lengths", [WHOLE, PADDED], ids=["whole", "padded"])
 @parametrize(*CLASSES, *STRUCTURES.values())
 def test_outputs_and_gradients(kind: Model, lengths: list[int]) -> None:
-    """They are the stock model's in float64, and disable() gives everything back."""
+    """They are the stock model's in float64, of all its attention, and disable() gives its classes back."""
     model, given = kind.make(), kind.arguments([10 * length for length in lengths] if kind.usual else lengths)
-    types, keys = [type(module) for module in model.modules()], list(model.state_dict())
-    expected = kind.results(model, given)
+    before, expected = classes(model), kind.results(model, given)
     report = kind.enable(model)
     assert report and not report.left, str(report)
-    changed = {path for (path, module), stock in zip(model.named_modules(), types, strict=True) if type(module) is not stock}
-    assert changed == report.keys() and list(model.state_dict()) == keys
+    assert report.keys() == {path for (path, now), (_, was) in zip(classes(model), before, strict=True) if now is not was}
     with Sizes() as sizes:
-        ours = kind.results(model, given)
+        assert_same(kind.results(model, given), expected)
     assert sizes.ours
-    assert_same(ours, expected)
-    assert disable(model) == dict(report) and [type(module) for module in model.modules()] == types
-    assert torch.equal(kind.results(model, given)["out"], expected["out"])
+    assert disable(model) == dict(report) and classes(model) == before
 
 
 @parametrize(*STRUCTURES.values())
@@ -152,11 +159,11 @@ def test_other_attention_is_refused_with_a_reason(name: str) -> None:
     """The model stays as it is."""
     _, make, message = REFUSED[name]
     model = make()
-    types = [type(module) for module in model.modules()]
+    before = classes(model)
     with pytest.raises((ValueError, RuntimeError)) as caught:
         enable_by_structure(model)
     assert re.search(message, " ".join(str(caught.value).split()))
-    assert [type(module) for module in model.modules()] == types
+    assert classes(model) == before
 
 
 @needs("funasr")
@@ -202,7 +209,7 @@ def test_nemo_streaming(settings: dict[str, Any]) -> None:
         torch.manual_seed(1)
         for _ in range(6):
             given = {"audio_signal": states(2, MEL, 4), "length": torch.tensor([4, 4])}
-            with torch.no_grad(), Promoted():
+            with torch.no_grad(), exactly(encoder):
                 out, _, *cache = encoder(**given, **dict(zip(names, cache, strict=True)))
             outs.append(out)
     assert_near("streamed", torch.cat(outs[6:], -1), torch.cat(outs[:6], -1))
@@ -211,13 +218,12 @@ def test_nemo_streaming(settings: dict[str, Any]) -> None:
 @needs("nemo")
 def test_nemo_autocast() -> None:
     """Under autocast, attention is computed in the dtype of the stock class."""
-    encoder, (signal, lengths) = NEMO.make(torch.float32), NEMO.arguments(PADDED)
-    given = signal.float(), lengths
-    exact, _ = NEMO.output(encoder, given)
+    encoder, given = NEMO.make(torch.float32), in_precision(NEMO.arguments(PADDED), torch.float32)
+    exact = output(encoder, given)
     with torch.autocast("cpu", torch.bfloat16):
-        stock, _ = NEMO.output(encoder, given)
+        stock = output(encoder, given)
         enable(encoder)
-        ours, _ = NEMO.output(encoder, given)
+        ours = output(encoder, given)
     assert ours.dtype == stock.dtype
     assert_at_most("out", (ours - exact).norm(), 2 * (stock - exact).norm() + 2 * torch.finfo(torch.bfloat16).eps * exact.norm())
 
@@ -243,7 +249,7 @@ def test_x_transformers_with_other_features(settings: dict[str, Any]) -> None:
     model, given = kind.make(), kind.arguments(PADDED)
     expected = kind.results(model, given)
     kind.enable(model)
-    assert "residual_attn" in settings or not kind.output(model, given)[1]
+    assert "residual_attn" in settings or not runs_the_operator(model, given)
     assert_same(kind.results(model, given), expected)
 
 
@@ -254,12 +260,11 @@ def test_x_transformers_step_by_step(bias: str, dense: bool) -> None:
     """Decoding step by step with a cache of keys equals one call, also where stock attention adds the bias."""
     kind = X.but(causal=True, attn_pre_talking_heads=dense, **{bias: True})
     model, given = kind.make(), kind.arguments([9, 9])
-    cache, steps = None, []
-    with torch.no_grad(), Promoted():
-        whole = kind.call(model, *given)
-        assert kind.enable(model)
+    cache, steps, whole = None, [], output(model, given)
+    assert kind.enable(model)
+    with torch.no_grad(), exactly(model):
         for stop in range(4, 10):
-            out, cache = model(given[0][:, :stop], cache=cache, return_hiddens=True)
+            out, cache = model(given["x"][:, :stop], cache=cache, return_hiddens=True)
             steps.append(out if stop == 4 else out[:, -1:])
     assert_near("steps", torch.cat(steps, 1), whole)
 
@@ -286,11 +291,10 @@ def test_nemos_transformer_encoder(settings: dict[str, Any], monkeypatch: pytest
     """Outputs are FlexAttention's, gradients those of its formula, also on a CPU, where the stock encoder has none."""
     kind = replace(NEMO, build=flex_encoder, settings=settings)
     model = kind.make()
-    given = states(2, MEL, 2 * LENGTH), torch.tensor([2 * LENGTH, LENGTH])
-    with torch.no_grad():
-        flex = kind.call(model, *given)[0]
+    given = kind.arguments([2 * LENGTH, LENGTH])
+    flex = output(model, given)
     with pytest.raises(NotImplementedError):
-        kind.call(model, *given)[0].sum().backward()
+        model(**given)[0].sum().backward()
     with monkeypatch.context() as patch:
         patch.setattr(f"{FLEX}.flex_attention", dense_flex)
         expected = kind.results(model, given)

@@ -84,9 +84,10 @@ def subjects() -> Iterator[Subject]:
         family = FAMILIES[name]
         small = {**family.small, **dict.fromkeys(family.layers, LAYERS), **others}
         yield Subject(name, family.folder, f"{classes}Model", f"{classes}Config", small, inputs)
-    for name, vision in VISION.items():
-        pictures = functools.partial(images, name, BATCH, torch.float32)
-        yield Subject(name, name, vision.model, vision.config, vision.sizes, lambda _, make=pictures: make())  # type: ignore[misc]
+    for name, (end, others) in VISION.items():
+        family, pictures = FAMILIES[name], functools.partial(images, name, BATCH, torch.float32)
+        small = {**family.small, **dict.fromkeys(family.layers, LAYERS), **others}
+        yield Subject(name, name, family.prefix + end, family.config, small, lambda _, make=pictures: make())  # type: ignore[misc]
     for family in FAMILIES.values():
         if family.name in WHOLE or family.name in VISION:
             continue
