@@ -279,10 +279,10 @@ def run(sample: Sample, call: dict[str, Any]) -> Results:
     return results | {f"d_{name}": given[name].grad for name in INPUTS if name in given}
 
 
-def compute(sample: Sample, way: Way) -> dict[str, Tensor]:
-    """The results that there are, without a check."""
+def compute(sample: Sample, way: Way, **changed: Any) -> dict[str, Tensor]:
+    """The results that there are, without a check. changed: arguments other than the sample's."""
     with environment(sample, way):
-        found = run(sample, {**sample.call(), "implementation": way.implementation})
+        found = run(sample, {**sample.call(), "implementation": way.implementation, **changed})
     return {name: result for name, result in found.items() if result is not None}
 
 

@@ -1,4 +1,4 @@
-"""Calls of the package as compiled for GPUs, in their default configurations, forward and backward."""
+"""Calls of the package as compiled for GPUs, in their default configurations, forward and backward, and calls on a grid."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ import torch
 from tests.check import Results as Found
 from tests.check import check, environment, run
 from tests.emulator.calls import CALLS, Subject
+from tests.emulator.way import Emulator
 from tests.expected import TABLES, table_gradient_budget
+from tests.grids import Case, assert_right, tensors
+from tests.grids import results as results_on_grid
+from tests.samples import Sample
 from tests.tolerance import assert_at_most
 from triton_relattn.kernels import forward, splits
 from triton_relattn.kernels.fences import LACKS_FENCES
@@ -162,7 +166,7 @@ def test_triton_needs_aligned_operands(monkeypatch: pytest.MonkeyPatch) -> None:
         check(STRIDED_KEYS.sample(), STRIDED_KEYS.way())
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_the_order_of_warps_changes_nothing(target: str) -> None:
     """out and gradients have the same bits for any order of warps."""
@@ -170,3 +174,30 @@ def test_the_order_of_warps_changes_nothing(target: str) -> None:
     for other in others:
         for name, result in first.items():
             assert (result is None and other[name] is None) or torch.equal(result, other[name])  # type: ignore[arg-type]
+
+
+ON_GRIDS = {
+    "a window": Case((14, 14), width=64, value_width=64),
+    "as wide as a tile": Case((2, 64), width=64, value_width=64),
+    "class token": Case((5, 7), prefix=1, width=64, value_width=64),
+    "strips": Case((3, 70), prefix=70, width=64, value_width=64),
+    "wide heads": Case((6, 14), width=80, value_width=80),
+}
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype", "name"),
+    [
+        *((target, "bfloat16", name) for target in ("sm_80", "sm_90") for name in ON_GRIDS),
+        # Without matrix units, lanes that hold copies of the same sum store the same bits.
+        *(("sm_80", "float32", name) for name in ("as wide as a tile", "class token")),
+    ],
+)
+def test_call_on_a_grid(target: str, dtype: str, name: str) -> None:
+    """All results are right, and the emulator finds nothing."""
+    case, way = ON_GRIDS[name], Emulator(target=target)
+    given = tensors(case, getattr(torch, dtype))
+    with way.computing(Sample()):
+        ours = results_on_grid("triton", case, given)
+    assert [launch.name for launch in way.launches] == ["grid_forward", "grid_dq", "grid_dkv"]
+    assert_right(case, ours, given)
