@@ -217,6 +217,7 @@ FAR: dict[str, tuple[str, int, int, dict[str, Any], dict[str, tuple[int, int]]]]
 }
 
 
+@pytest.mark.usefixtures("guarded_kernels")
 @pytest.mark.parametrize("name", FAR)
 def test_large_strides(name: str) -> None:
     """Each summand of an address is computed in 64 bits, also where offsets within a tile fit in 32, and rows of a table may be
