@@ -45,6 +45,13 @@ FIXED = (
     Subject("sm_80", "float32", 64, "none", (33, 50)),
 )
 """Calls in which the emulator has found errors."""
+IN_PARTS = (
+    Subject("sm_90", "bfloat16", 64, "clamp varlen offsets rel_value rel_bias small_workspace", (70, 100)),
+    Subject("sm_80", "float16", 64, "zero varlen rel_value small_workspace", (70, 100)),
+    Subject("sm_80", "bfloat16", 64, "full offsets rel_value rel_p2c small_workspace", (70, 100)),
+    Subject("sm_90", "float16", 64, "clamp rel_value no_rel_key gqa small_workspace", (70, 100)),
+)
+"""Calls with a workspace in many parts."""
 MAIN = (("sm_80", "bfloat16", 64), ("sm_90", "bfloat16", 64))
 OTHERS = [
     *(
@@ -83,17 +90,20 @@ def results(subject: Subject) -> Found:
         return run(sample, {**sample.call(), "implementation": "triton"})
 
 
+SLOW = (*drawn(), *random_calls())
 ALL = [
     *SAMPLE,
-    *(pytest.param(subject, marks=pytest.mark.thorough) for subject in FIXED),
-    *(pytest.param(subject, marks=pytest.mark.slow) for subject in (*drawn(), *random_calls())),
+    *(pytest.param(subject, marks=pytest.mark.thorough) for subject in (*FIXED, *IN_PARTS)),
+    *(pytest.param(subject, marks=pytest.mark.slow) for subject in SLOW),
 ]
 
 
 @pytest.mark.parametrize("subject", ALL, ids=str)
 def test_call(subject: Subject) -> None:
-    """All results are right, and the emulator finds nothing."""
-    check(subject.sample(), subject.way())
+    """All results are right, the emulator finds nothing, and a small workspace has parts."""
+    way = subject.way()
+    check(subject.sample(), way)
+    assert (sum(launch.name == "dkv" for launch in way.launches) > 1) == ("small_workspace" in subject.name) or subject in SLOW
 
 
 @pytest.mark.parametrize(
@@ -118,30 +128,6 @@ def test_table_gradients(subject: Subject) -> None:
         gradient = found[f"d_{table}"]
         assert golden.any() and gradient is not None
         assert_at_most(table, (gradient.double() - golden).abs().max(), budget * (2 if is_tf32 else 1))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("target", "dtype", "name"),
-    [
-        ("sm_90", "bfloat16", "clamp varlen offsets rel_value rel_bias"),
-        ("sm_80", "float16", "zero varlen rel_value"),
-        ("sm_80", "bfloat16", "full offsets rel_value rel_p2c"),
-        ("sm_90", "float16", "clamp rel_value no_rel_key gqa"),
-    ],
-)
-def test_parts_of_a_workspace(target: str, dtype: str, name: str) -> None:
-    """The workspace in parts or as a whole: both are right, and only gradients of queries and tables differ in bits."""
-    found = []
-    for words in (name, f"{name} small_workspace"):
-        subject, is_whole = Subject(target, dtype, 64, words, (70, 100)), words == name
-        way = subject.way()
-        check(subject.sample(), way)
-        assert (sum(launch.name == "dkv" for launch in way.launches) == 1) == is_whole
-        found.append(results(subject))
-    for result in ("out", "lse", "d_key", "d_value"):
-        whole, parts = (tensors[result] for tensors in found)
-        assert whole is not None and parts is not None and torch.equal(whole, parts), result
 
 
 @pytest.mark.thorough
