@@ -68,7 +68,7 @@ test-oldest: ## all tests with the oldest torch and triton, in .venv-oldest (5 G
 compile-oldest: setup ## every kernel compiles with the oldest triton, too (700 MB)
 	$(BIN)/pip install --quiet --no-deps --upgrade --target .triton-oldest $(shell grep ^triton== constraints-oldest.txt)
 	PYTHONPATH=.triton-oldest $(PYTEST) $(COMPILED) -m $(QUICK)
-	PYTHONPATH=.triton-oldest $(PYTEST) tests/emulator/test_calls.py tests/emulator/test_grids.py
+	PYTHONPATH=.triton-oldest $(PYTEST) tests/emulator/test_calls.py
 
 # The newest that is known. Since 3.8 a named tuple in a kernel is a class of its own, whose attributes can hide a field.
 compile-newest: setup ## every kernel compiles with the newest triton, too (700 MB)
@@ -77,7 +77,7 @@ compile-newest: setup ## every kernel compiles with the newest triton, too (700 
 
 ROTATIONS := $(addprefix tests/compile/test_instructions.py::test_,$(addsuffix _in_registers,rotations_of_the_forward_stay rotations_of_the_backward_stay) \
 	a_gather_uses_shared_memory)
-COMPILED := $(addprefix tests/compile/test_,features.py plans.py grids.py stub_gpu.py) $(ROTATIONS) \
+COMPILED := $(addprefix tests/compile/test_,features.py plans.py stub_gpu.py) $(ROTATIONS) \
 	tests/compile/test_instructions.py::test_products_run_side_by_side_and_registers_suffice
 
 # The families of transformers with the oldest version that is supported.

@@ -284,10 +284,10 @@ def run(sample: Sample, call: dict[str, Any]) -> Results:
     return results | {f"d_{name}": given[name].grad for name in INPUTS if name in given}
 
 
-def compute(sample: Sample, way: Way) -> dict[str, Tensor]:
-    """The results that there are, without a check."""
+def compute(sample: Sample, way: Way, **changed: Any) -> dict[str, Tensor]:
+    """The results that there are, without a check. changed: arguments other than the sample's."""
     with environment(sample, way):
-        found = run(sample, {**sample.call(), "implementation": way.implementation})
+        found = run(sample, {**sample.call(), "implementation": way.implementation, **changed})
     return {name: result for name, result in found.items() if result is not None}
 
 
@@ -302,9 +302,9 @@ def cotangent(sample: Sample, result: str, dtype: torch.dtype) -> Tensor:
 
 
 @functools.lru_cache(maxsize=2)
-def right(sample: Sample, arithmetic: str) -> tuple[dict[str, Expected], Tensor]:
+def right(sample: Sample, arithmetic: str, **changed: Any) -> tuple[dict[str, Expected], Tensor]:
     """The exact results of the call with their budgets, and the state of torch's generator after it."""
-    call = {**sample.call(), "implementation": arithmetic}
+    call = {**sample.call(), "implementation": arithmetic, **changed}
     torch.manual_seed(sample.seed)
     keep = None
     if sample.dropout_p:
@@ -321,12 +321,13 @@ def right(sample: Sample, arithmetic: str) -> tuple[dict[str, Expected], Tensor]
     return results, state
 
 
-def check(sample: Sample, way: Way) -> dict[str, float]:
-    """Assert all that the module's docstring lists; return the largest error / budget of each result."""
-    call = way.placed(spoilt(sample, {**sample.call(), "implementation": way.implementation}))
+def check(sample: Sample, way: Way, **changed: Any) -> dict[str, float]:
+    """Assert all that the module's docstring lists; return the largest error / budget of each result. changed: arguments other
+    than the sample's."""
+    call = way.placed(spoilt(sample, {**sample.call(), "implementation": way.implementation, **changed}))
     given = {name: tensor for name, tensor in call.items() if isinstance(tensor, Tensor)}
     stored = {name: (memory(tensor).clone(), tensor._version) for name, tensor in given.items()}
-    golden, drawn = right(sample, way.arithmetic)
+    golden, drawn = right(sample, way.arithmetic, **changed)
     with environment(sample, way):
         before = global_state()
         results = run(sample, call)

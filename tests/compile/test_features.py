@@ -1,4 +1,4 @@
-"""Kernels of calls with all features compile for GPUs that this machine lacks, and fit in their shared memory."""
+"""Kernels of calls with all features, and on grids, compile for GPUs that this machine lacks, and fit in their shared memory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from bench.cases.features import on_grid
+from bench.compiled import recorded_launches
 from tests.compile.calls import call, compiled_launches
 from tests.expected import TABLES
 from tests.samples import Sample
@@ -15,6 +17,8 @@ from tools.absent_gpu import Launch
 from triton_relattn.kernels.config.architectures import architecture_of
 from triton_relattn.kernels.config.selection import Tables
 from triton_relattn.kernels.config.tile_config import TileConfig
+from triton_relattn.kernels.grid.backward import backward
+from triton_relattn.kernels.grid.forward import forward
 
 NVIDIA = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 DTYPES = ("float16", "bfloat16", "float32")
@@ -31,9 +35,11 @@ QUICKER = [
 ]
 
 
-def assert_fit(target: str, launches: list[Launch]) -> None:
+def assert_fit(target: str, launches: list[Launch], names: set[str] | None = None) -> None:
+    """names: of the kernels, if they matter."""
     shared = {launch.name: launch.kernel.metadata.shared for launch in launches}
     assert max(shared.values()) <= architecture_of(target).shared_memory, shared
+    assert names is None or set(shared) == names
 
 
 def long(width: int, table: str, **changes: Any) -> Sample:
@@ -109,8 +115,7 @@ def test_everything_at_once_compiles_and_fits(target: str, outside: str, packed:
     monkeypatch.setattr(Tables, "select", lambda *_, **__: TileConfig(16, 16, 4, 1))
     launches = compiled_launches(target, everything(outside, packed=packed))
     kernels = {"forward", "delta", "dkv", "stored_dq", "dtable", "dp2c", "dq", "table_gradient"}
-    assert {launch.name for launch in launches} == kernels | {*["far_keys"] * (outside == "clamp")}
-    assert_fit(target, launches)
+    assert_fit(target, launches, kernels | {*["far_keys"] * (outside == "clamp")})
 
 
 ROUNDED = "satfinite.f16x2"
@@ -141,4 +146,28 @@ def test_attention_by_position_alone_has_float32_terms(target: str, table: str, 
 def test_one_query_and_many_keys(target: str) -> None:
     """Several programs share the keys, and the kernel that merges their results compiles."""
     decode = call(1, num_keys=4096, positions=(-4, 4, "clamp"), query_offset=4095, requires_grad=())
-    assert [launch.name for launch in compiled_launches(target, decode)] == ["forward", "merge"]
+    assert_fit(target, compiled_launches(target, decode), {"forward", "merge"})
+
+
+QUICK = {("sm_86", 80), ("sm_90", 64), ("gfx942", 64)}
+ON_GRIDS = [
+    pytest.param(target, width, marks=() if (target, width) in QUICK else pytest.mark.slow)
+    for target, width in itertools.product(("sm_80", "sm_86", "sm_90", "sm_100", "gfx942", "sm_75"), (64, 80, 256))
+]
+
+
+@pytest.mark.parametrize(("target", "width"), ON_GRIDS)
+def test_every_kernel_of_a_grid_fits(target: str, width: int) -> None:
+    """On known GPUs and an unknown one, for grids as wide as a tile, narrower and wider, with a class token and without. Sides
+    are runtime arguments: grids with equally cut tiles share their kernels."""
+    for sides, prefix in (((64, 64), 0), ((14, 14), 1), ((3, 70), 0)):
+        tensors, spec = on_grid(sides, torch.empty(1, 1, prefix + sides[0] * sides[1], width, dtype=torch.bfloat16))
+        with recorded_launches(target) as launches:
+            out, softmax_stats = forward(tensors, *spec)
+            backward(out, out, softmax_stats, tensors, *spec)
+        assert_fit(target, launches, {"grid_forward", "grid_dq", "grid_dkv"})
+    with recorded_launches(target) as launches:
+        for sides in ((13, 15), (11, 13), (9, 15)):
+            tensors, spec = on_grid(sides, torch.empty(1, 2, sides[0] * sides[1], width, dtype=torch.bfloat16))
+            forward(tensors, *spec)
+    assert len({launch.kernel.hash for launch in launches}) == 1

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
-import operator
 import os
 import random
 import weakref
@@ -37,10 +36,9 @@ from triton_relattn._core.arguments import Arguments
 from triton_relattn.kernels import draft, plan
 from triton_relattn.kernels.config import architectures, selection
 from triton_relattn.kernels.config.tile_config import KERNELS, TileConfig
-from triton_relattn.kernels.sizes import COMPARISONS, OPERATIONS, Notes, fixed, one_step, plain
+from triton_relattn.kernels.sizes import Notes, fixed, one_step
 from triton_relattn.kernels.tuning import save
 from triton_relattn.kernels.workspace import planning
-from triton_relattn.kernels.workspace.stored import Layout
 
 ROUNDS, CALLS = 6, 400
 Launched = tuple[str, str, tuple[int, ...], list[Any]]
@@ -332,45 +330,6 @@ def test_validation_reads_what_a_key_has() -> None:
 # Sizes as symbols.
 
 
-@one_step
-def halved(size: int, other: int) -> int:
-    """A function that reads integers, and compares them."""
-    return len(range(size)) // 2 if size > other else 3
-
-
-def computed(numbers: list[Any], seed: int) -> tuple[Any, list[bool]]:
-    """What a program of this seed computes from numbers, and the answers to its questions."""
-    choose, numbers, answers = random.Random(seed), list(numbers), list[bool]()
-    for _ in range(30):
-        left, right = (choose.choice((choose.choice(numbers), choose.randrange(-20, 20))) for _ in range(2))
-        symbol, name = choose.choice((*OPERATIONS, choose.choice(COMPARISONS)))
-        if symbol in dict(COMPARISONS):
-            answers.append(getattr(operator, name)(left, right))
-        else:
-            answers.append(symbol not in ("//", "%") or right != 0)
-            if answers[-1]:
-                numbers.append(getattr(operator, name)(left, right))
-    numbers.append(halved(*numbers[-2:]))
-    return ([numbers[-1], ("text", None, *numbers)], -numbers[0], Layout(numbers[1], 64, True)), answers
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_sizes_repeat_what_was_computed(seed: int) -> None:
-    """A function from notes computes for other sizes what the program does, unless a question has another answer."""
-    choose = random.Random(seed)
-    notes = Notes([choose.randrange(1, 40) for _ in range(3)])
-    structure, _ = computed(notes.sizes, seed)
-    function = notes.function(structure)
-    assert plain(structure) == computed([size.value for size in notes.sizes], seed)[0]
-    answers = computed([size.value for size in notes.sizes], seed)[1]
-    for _ in range(200):
-        sizes = [size.value + choose.choice((0, 0, 1, -1, 16)) for size in notes.sizes]
-        wanted, asked = computed(sizes, seed)
-        found = function(sizes)
-        assert (found is not None) == (asked == answers)
-        assert found is None or (found == wanted and type(found[2]) is Layout)
-
-
 @pytest.mark.parametrize("decide", [int, hash, bool, range, list(range(99)).__getitem__, lambda size: {7: 1}[size], fixed])
 def test_sizes_that_are_read_are_decided(decide: Callable[[Any], Any]) -> None:
     """Python needs the integer itself, for which alone the rest is decided then; for a condition whether it is 0."""
@@ -380,6 +339,13 @@ def test_sizes_that_are_read_are_decided(decide: Callable[[Any], Any]) -> None:
     function = notes.function((length + 1, width))
     assert function((7, 5)) == (8, 5)
     assert function((8, 5)) == ((9, 5) if decide is bool else None) and function((0, 5)) is None
+
+
+def test_a_step_is_computed_for_other_sizes() -> None:
+    """Also what needs the integer itself."""
+    notes = Notes([7])
+    halved = one_step(lambda size: len(range(size)) // 2)
+    assert notes.function((halved(notes.sizes[0]), "half"))((12,)) == (6, "half")
 
 
 # What is kept.

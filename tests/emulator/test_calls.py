@@ -1,4 +1,4 @@
-"""Calls of the package as compiled for GPUs, in their default configurations, forward and backward."""
+"""Calls of the package as compiled for GPUs, in their default configurations, forward and backward, and calls on a grid."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ import torch
 from tests.check import Results as Found
 from tests.check import check, environment, run
 from tests.emulator.calls import CALLS, Subject
+from tests.emulator.way import Emulator
 from tests.expected import TABLES, table_gradient_budget
+from tests.grids import Case, assert_right, tensors
+from tests.grids import results as results_on_grid
+from tests.samples import Sample
 from tests.tolerance import assert_at_most
 from triton_relattn.kernels import forward, splits
 from triton_relattn.kernels.config.architectures import LACKS_FENCES
@@ -41,6 +45,13 @@ FIXED = (
     Subject("sm_80", "float32", 64, "none", (33, 50)),
 )
 """Calls in which the emulator has found errors."""
+IN_PARTS = (
+    Subject("sm_90", "bfloat16", 64, "clamp varlen offsets rel_value rel_bias small_workspace", (70, 100)),
+    Subject("sm_80", "float16", 64, "zero varlen rel_value small_workspace", (70, 100)),
+    Subject("sm_80", "bfloat16", 64, "full offsets rel_value rel_p2c small_workspace", (70, 100)),
+    Subject("sm_90", "float16", 64, "clamp rel_value no_rel_key gqa small_workspace", (70, 100)),
+)
+"""Calls with a workspace in many parts."""
 MAIN = (("sm_80", "bfloat16", 64), ("sm_90", "bfloat16", 64))
 OTHERS = [
     *(
@@ -79,17 +90,20 @@ def results(subject: Subject) -> Found:
         return run(sample, {**sample.call(), "implementation": "triton"})
 
 
+SLOW = (*drawn(), *random_calls())
 ALL = [
     *SAMPLE,
-    *(pytest.param(subject, marks=pytest.mark.thorough) for subject in FIXED),
-    *(pytest.param(subject, marks=pytest.mark.slow) for subject in (*drawn(), *random_calls())),
+    *(pytest.param(subject, marks=pytest.mark.thorough) for subject in (*FIXED, *IN_PARTS)),
+    *(pytest.param(subject, marks=pytest.mark.slow) for subject in SLOW),
 ]
 
 
 @pytest.mark.parametrize("subject", ALL, ids=str)
 def test_call(subject: Subject) -> None:
-    """All results are right, and the emulator finds nothing."""
-    check(subject.sample(), subject.way())
+    """All results are right, the emulator finds nothing, and a small workspace has parts."""
+    way = subject.way()
+    check(subject.sample(), way)
+    assert (sum(launch.name == "dkv" for launch in way.launches) > 1) == ("small_workspace" in subject.name) or subject in SLOW
 
 
 @pytest.mark.parametrize(
@@ -118,30 +132,6 @@ def test_table_gradients(subject: Subject) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("target", "dtype", "name"),
-    [
-        ("sm_90", "bfloat16", "clamp varlen offsets rel_value rel_bias"),
-        ("sm_80", "float16", "zero varlen rel_value"),
-        ("sm_80", "bfloat16", "full offsets rel_value rel_p2c"),
-        ("sm_90", "float16", "clamp rel_value no_rel_key gqa"),
-    ],
-)
-def test_parts_of_a_workspace(target: str, dtype: str, name: str) -> None:
-    """The workspace in parts or as a whole: both are right, and only gradients of queries and tables differ in bits."""
-    found = []
-    for words in (name, f"{name} small_workspace"):
-        subject, is_whole = Subject(target, dtype, 64, words, (70, 100)), words == name
-        way = subject.way()
-        check(subject.sample(), way)
-        assert (sum(launch.name == "dkv" for launch in way.launches) == 1) == is_whole
-        found.append(results(subject))
-    for result in ("out", "lse", "d_key", "d_value"):
-        whole, parts = (tensors[result] for tensors in found)
-        assert whole is not None and parts is not None and torch.equal(whole, parts), result
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
     ("target", "dtype", "name"), [("sm_80", "float32", "clamp"), ("sm_90", "bfloat16", "clamp no_rel_key rel_value")]
 )
 def test_programs_that_share_keys(target: str, dtype: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +152,7 @@ def test_triton_needs_aligned_operands(monkeypatch: pytest.MonkeyPatch) -> None:
         check(STRIDED_KEYS.sample(), STRIDED_KEYS.way())
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_the_order_of_warps_changes_nothing(target: str) -> None:
     """out and gradients have the same bits for any order of warps."""
@@ -170,3 +160,30 @@ def test_the_order_of_warps_changes_nothing(target: str) -> None:
     for other in others:
         for name, result in first.items():
             assert (result is None and other[name] is None) or torch.equal(result, other[name])  # type: ignore[arg-type]
+
+
+ON_GRIDS = {
+    "a window": Case((14, 14), width=64, value_width=64),
+    "as wide as a tile": Case((2, 64), width=64, value_width=64),
+    "class token": Case((5, 7), prefix=1, width=64, value_width=64),
+    "strips": Case((3, 70), prefix=70, width=64, value_width=64),
+    "wide heads": Case((6, 14), width=80, value_width=80),
+}
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype", "name"),
+    [
+        *((target, "bfloat16", name) for target in ("sm_80", "sm_90") for name in ON_GRIDS),
+        # Without matrix units, lanes that hold copies of the same sum store the same bits.
+        *(("sm_80", "float32", name) for name in ("as wide as a tile", "class token")),
+    ],
+)
+def test_call_on_a_grid(target: str, dtype: str, name: str) -> None:
+    """All results are right, and the emulator finds nothing."""
+    case, way = ON_GRIDS[name], Emulator(target=target)
+    given = tensors(case, getattr(torch, dtype))
+    with way.computing(Sample()):
+        ours = results_on_grid("triton", case, given)
+    assert [launch.name for launch in way.launches] == ["grid_forward", "grid_dq", "grid_dkv"]
+    assert_right(case, ours, given)

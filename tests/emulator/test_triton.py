@@ -110,38 +110,6 @@ def test_matmul(target: str, arguments: tuple[Any, ...]) -> None:
         assert has["mma.sync"] and has["cp.async"] == (stages > 1) and "wgmma" not in ptx
 
 
-ATTENTION = (("sm_80", "bfloat16"), ("sm_80", "float32"), ("sm_90", "float16"), ("sm_90", "float32"), ("sm_120", "float16"))
-
-
-@has_fences
-@pytest.mark.parametrize(("target", "name"), ATTENTION)
-def test_attention(target: str, name: str) -> None:
-    """Two products in a loop, the second with a left matrix in registers: the same bits for any order of warps."""
-    width, length, dtype = 64, 200, getattr(torch, name)
-    q, k, v = (normal(length, width, dtype=dtype, seed=seed) * (0.2 if seed == 0 else 1) for seed in range(3))
-    outs = [torch.full((length, width), torch.nan, dtype=dtype) for _ in range(3)]
-    for seed, out in enumerate(outs):
-        launch(target, small.attention, (4,), q, k, v, out, length, seed=seed, D=width, BLOCK_M=64, BLOCK_N=64, num_stages=2)
-    probs = ((q.double() @ k.double().T) * 0.6931471805599453).softmax(1)
-    unit = torch.finfo(dtype).eps if dtype != torch.float32 else TF32  # the default
-    # One unit of the largest value each for P, V in TF32, out, and the sum.
-    assert_at_most("out", (outs[0] - probs @ v.double()).abs(), 4 * unit * v.double().abs().max())
-    assert all(torch.equal(outs[0], other) for other in outs[1:])
-
-
-@has_fences
-@pytest.mark.parametrize("stride", [1, 3])
-def test_missing_fence(stride: int) -> None:
-    """The emulator finds a fence that Triton 3.6 and 3.7 omit: keys with a stride are stored with a fence, while the copy of the
-    values is still in flight, and there is none after it."""
-    q, k, v = (normal(length, 64, dtype=torch.bfloat16, seed=length) for length in (64, 256 * 3, 256))
-    o = torch.zeros(64, 64)
-    with emulated("sm_90") as launches:
-        small.strided_products[(1,)](q, k, v, o, 256, stride, D=64, BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2)
-    names = {"wgmma reads what no proxy fence covers"} if stride == 3 else set()
-    assert launches[0].report.names == names
-
-
 def test_other_targets_are_refused() -> None:
     with pytest.raises(ValueError, match="gfx942"), emulated("gfx942"):
         pass

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from tests.draws import compiled, drawn
-from tests.gpu.layouts import LAYOUTS, POSITIONS, check_layout, check_packed
-from tests.interpreter.launch import check_forward_backward
+from tests.gpu.layouts import LAYOUTS, POSITIONS, check_forward_backward, check_layout, check_packed
 from tests.tolerance import assert_gradients_close_fp32, assert_near
 from triton_relattn import RelativePositions, decomposed_relative_attention, fused_relative_attention
 from triton_relattn.testing import assert_within_budget, make_inputs

@@ -1,11 +1,12 @@
-"""Guards around interpreted kernels: checks of memory accesses, other orders of programs, and poisoned storage around tensors."""
+"""Interpreted kernels under guard: memory accesses that are checked, other orders of programs, poison around tensors, and a look
+at launches."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -204,9 +205,8 @@ def guarded() -> Iterator[list[Launch]]:
 
 
 @contextmanager
-def programs_in_order(order: Order, seed: int = 0) -> Iterator[list[list[int]]]:
-    """Run the programs of each launch in this order. Yields the numbers of the programs for each launch, as they ran."""
-    launches: list[list[int]] = []
+def programs_in_order(order: Order, seed: int = 0) -> Iterator[None]:
+    """Run the programs of each launch in this order."""
     builder = interpreter.interpreter_builder
     set_grid_idx = builder.set_grid_idx
     generator = np.random.default_rng(seed)
@@ -217,14 +217,12 @@ def programs_in_order(order: Order, seed: int = 0) -> Iterator[list[list[int]]]:
         if not any(place):
             programs = np.arange(math.prod(builder.grid_dim))
             programs = programs[::-1] if order == "reversed" else generator.permutation(programs)
-            launches.append([])
         program = int(programs[np.ravel_multi_index(place, builder.grid_dim)])
-        launches[-1].append(program)
         set_grid_idx(*map(int, np.unravel_index(program, builder.grid_dim)))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(builder, "set_grid_idx", elsewhere)
-        yield launches
+        yield
 
 
 def in_poisoned_storage(tensor: torch.Tensor, choose: random.Random) -> torch.Tensor:
@@ -270,3 +268,18 @@ class Guarded(Way):
         with super().computing(sample), guarded() as launches, programs_in_order(order, sample.seed):
             yield
         self.launches[:] = launches
+
+
+@contextmanager
+def launches_seen_by(see: Callable[[str, dict[str, Any]], None]) -> Iterator[None]:
+    """Call a function with the name of each launched kernel, without "_kernel", and its arguments, which it may change."""
+    run = interpreter.InterpretedFunction.run
+
+    def seen(self: Any, *args: Any, **options: Any) -> Any:
+        named = dict(zip(self.arg_names, args, strict=False))
+        see(self.fn.__name__.removesuffix("_kernel"), named)
+        return run(self, *named.values(), **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.InterpretedFunction, "run", seen)
+        yield

@@ -20,7 +20,7 @@ def statuses(check: Check) -> list[str]:
 
 def test_calls_that_stand_for_timed_ones() -> None:
     """Calls with several workspaces, and the forward alone."""
-    checks = list(stand_ins(Case(4, 32, 4096, 16, rows=9, dtype="fp16", key_heads=16, rel_dim=32)))
+    checks = list(stand_ins(Case(4, 4, 4096, 16, rows=9, dtype="fp16", key_heads=2, rel_dim=32)))
     for check in (checks[0], checks[1], checks[4], checks[-1]):
         assert statuses(replace(check, case=check.case.resized(33))) == ["ok", "ok"]
 

@@ -17,10 +17,9 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from tests.check import Way, attend, attend_varlen
+from tests.check import Way, compute, public_function
 from tests.expected import TABLES
 from tests.groups import flat, grouped
-from tests.interpreter.launch import all_results
 from tests.samples import Sample
 from tests.tolerance import assert_bit_equal
 from triton_relattn import RelativePositions
@@ -38,8 +37,8 @@ def far_apart(tensor: torch.Tensor, dim: int, stride: int) -> torch.Tensor:
     strides = [*tensor.contiguous().stride()]
     strides[dim] = stride
     length = 2**31 + stride * (tensor.shape[dim] - 1) + tensor.numel()
-    storage = torch.from_numpy(np.memmap("/dev/zero", dtype=np.float32, mode="c", shape=(length,)))
-    return storage.as_strided(tensor.shape, strides, 2**31).copy_(tensor)
+    storage: Any = np.memmap("/dev/zero", dtype=tensor.numpy().dtype, mode="c", shape=(length,))
+    return torch.from_numpy(storage).as_strided(tensor.shape, strides, 2**31).copy_(tensor)
 
 
 VECTORS = {"lses", "d_lses", "deltas", "d_biases"}
@@ -140,12 +139,11 @@ def test_results_are_the_same(name: str, has_p2c: bool, monkeypatch: pytest.Monk
         sample = replace(sample, mask="float32", mask_shape=shape, mask_low="-1e4")
     sample = replace(sample, tables=TABLES if has_p2c else TABLES[:3])
     inputs, arguments = sample.inputs()
-    run = partial(forward_backward, attend if sample.sequences is None else attend_varlen, inputs, **arguments)
+    results = partial(forward_backward, public_function(sample), inputs, **arguments, return_lse=True, implementation="triton")
     with Way("triton", tiles=tiles).computing(sample):
-        expected = run(implementation="triton")
+        expected = results()
         with launched(spread) as copied:
-            found = run(implementation="triton")
-    assert_bit_equal(found, expected)
+            assert_bit_equal(results(), expected)
     assert all(exact.isfinite().all() for exact in expected.values())
     assert copied >= ({*TABLES} - {"rel_p2c"} | PER_ROW) - spread.unchanged
 
@@ -198,50 +196,36 @@ def test_the_last_of_70_000_heads(sizes: tuple[int, int]) -> None:
         assert exact.isfinite().all() and torch.equal(result, exact)
 
 
-FAR: dict[str, tuple[str, int, int, dict[str, Any], tuple[int, int]]] = {
-    # A tensor, its dimension, the stride that makes offsets in it 2**31 and more, the call, and the forward's tile
-    **{f"entry of {name}": (name, 0, 2**30, {"batch": 3}, (16, 256)) for name in ("key", "value")},
-    **{f"head of {name}": (name, 1, 2**30, {"key_heads": 3}, (16, 256)) for name in ("key", "value")},
-    **{f"tile of {name}": (name, 2, 2**22, {"num_keys": 530}, (16, 256)) for name in ("key", "value")},
-    "row of rel_key": ("rel_key", 0, 2**27, {"tables": ("rel_key",)}, (32, 16)),
-    "row of rel_value": ("rel_value", 0, 2**27, {"tables": ("rel_value",)}, (32, 16)),
-    "row of rel_bias": ("rel_bias", 1, 2**27, {"key_heads": 2, "tables": ("rel_bias",), "per_head": TABLES}, (32, 16)),
+FAR: dict[str, tuple[str, int, int, dict[str, Any], dict[str, tuple[int, int]]]] = {
+    # A tensor, its dimension, the stride that makes offsets in it 2**31 and more, the call, and tiles
+    **{f"entry of {name}": (name, 0, 2**30, {"batch": 3}, {"forward": (16, 256)}) for name in ("key", "value")},
+    **{f"head of {name}": (name, 1, 2**30, {"key_heads": 3}, {"forward": (16, 256)}) for name in ("key", "value")},
+    **{f"tile of {name}": (name, 2, 2**22, {"num_keys": 530}, {"forward": (16, 256)}) for name in ("key", "value")},
+    # A sequence that begins 2**31 elements behind the first
+    "packed keys": ("key", 0, 2**27, {"tables": ("rel_key",), "sequences": ((16, 16), (4, 4))}, {}),
+    "row of rel_key": ("rel_key", 0, 2**27, {"tables": ("rel_key",)}, {"forward": (32, 16)}),
+    "row of rel_value": ("rel_value", 0, 2**27, {"tables": ("rel_value",)}, {"forward": (32, 16)}),
+    "row of rel_bias": (
+        *("rel_bias", 1, 2**27, {"key_heads": 2, "tables": ("rel_bias",), "per_head": TABLES}, {"forward": (32, 16)}),
+    ),
+    # Kernels whose tiles have queries with steps, to read 16 bytes of the workspace at once, have more rows per tile.
+    "queries of a tile": (
+        *("query", 2, 2**23 - 1024),
+        {"num_queries": 300, "tables": ("rel_key",), "positions": (-299, 19, "clamp"), "dtype": "float16", "mode": "grad"},
+        {"dkv": (32, 32), "dtable": (128, 32), "stored_dq": (64, 32)},
+    ),
 }
 
 
+@pytest.mark.usefixtures("guarded_kernels")
 @pytest.mark.parametrize("name", FAR)
 def test_large_strides(name: str) -> None:
     """Each summand of an address is computed in 64 bits, also where offsets within a tile fit in 32, and rows of a table may be
     so far apart that those within a tile do not."""
-    changed, dim, stride, fields, tile = FAR[name]
-    sample = Sample(**{"num_queries": 20, "num_keys": 20, "width": 8, "value_width": 8, "positions": (-9, 9, "clamp"), **fields})
-    inputs, arguments = replace(sample, positions=sample.positions if sample.tables else None).inputs()
-    wide = far_apart(getattr(inputs, changed), dim, stride)
+    changed, dim, stride, fields, tiles = FAR[name]
+    sizes = {"num_queries": 20, "num_keys": 20, "width": 8, "value_width": 8, "mode": "no_grad"}
+    sample = Sample(**{**sizes, **({"positions": (-9, 9, "clamp")} if "tables" in fields else {}), **fields})  # type: ignore[arg-type]
+    tensor, way = sample.call()[changed], Way("triton", tiles=tiles)
+    wide = far_apart(tensor, dim, stride)
     assert needs_wide_index(wide.shape, wide.stride()) == ("row of" in name)
-    way = Way("triton", tiles={"forward": tile})
-    with torch.no_grad(), way.computing(sample):
-        found, expected = (way.out(given, **arguments) for given in (inputs._replace(**{changed: wide}), inputs))
-    assert torch.equal(found, expected)
-
-
-def test_offsets_of_a_packed_sequence() -> None:
-    """The second sequence begins 2**31 elements behind the first."""
-    call = Sample(sequences=((16, 16), (4, 4)), width=8, tables=("rel_key",), positions=(-3, 3, "clamp")).call()
-    call |= {"implementation": "triton", "return_lse": False}
-    assert torch.equal(attend_varlen(**{**call, "key": far_apart(call["key"], 0, 2**27)}), attend_varlen(**call))
-
-
-@pytest.mark.usefixtures("guarded_kernels")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_wide_offsets_of_spread_queries(dtype: torch.dtype) -> None:
-    """Kernels whose tiles have queries with steps, to read 16 bytes of the workspace at once, have more rows per tile."""
-    inputs = make_inputs(1, 1, 300, 20, 8, num_rows=319, dtype=dtype, seed=6)
-    stride = 2**23 - 1024  # below 2**31 times the rows of other tiles, at most 256
-    storage: Any = np.memmap("/dev/zero", dtype=inputs.query.numpy().dtype, mode="c", shape=(299 * stride + 108,))
-    query, d_out = (
-        torch.from_numpy(storage)[start:].as_strided(inputs.query.shape, (0, 0, stride, 1)).copy_(tensor)
-        for start, tensor in ((0, inputs.query), (100, inputs.d_out))
-    )
-    positions, tiles = RelativePositions(-299, 19), {"dkv": (32, 32), "dtable": (128, 32), "stored_dq": (64, 32)}
-    expected = all_results(inputs, tiles, positions=positions)
-    assert_bit_equal(all_results(inputs._replace(query=query, d_out=d_out), tiles, positions=positions), expected)
+    assert_bit_equal(compute(sample, way, **{changed: wide}), compute(sample, way))

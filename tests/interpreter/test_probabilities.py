@@ -12,35 +12,35 @@ from typing import Any
 import pytest
 import torch
 
-from tests.check import Way
+from tests.check import Way, compute, right
 from tests.expected import exact_results, worst_draw
-from tests.interpreter.launch import all_results, launches_seen_by
+from tests.interpreter.guard import launches_seen_by
+from tests.samples import Sample
 from tests.tolerance import assert_at_most, assert_near, sum_allowance
-from triton_relattn import RelativePositions
-from triton_relattn.testing import Inputs, assert_within_budget, last_place, make_inputs
+from triton_relattn.testing import assert_within_budget, last_place, make_inputs
 
-LENGTH = 80
 REGISTERS = ("scores", "registers")
 MIXED = {
     **{"forward": (64, 32, *REGISTERS), "dkv": (64, 64, *REGISTERS), "dq": (64, 32, *REGISTERS)},
     **{"dtable": (16, 16), "stored_dq": (16, 32)},
 }
 OTHERWISE_MIXED = {"forward": (32, 32, None), "dkv": (16, 16), "dtable": (64, 32), "stored_dq": (32, 16), "dq": (16, 16, None)}
-SQUARE = dict.fromkeys(("forward", "dkv", "stored_dq", "dtable", "dq"), (32, 32))
+SQUARE = Way("triton", tiles=dict.fromkeys(("forward", "dkv", "stored_dq", "dtable", "dq"), (32, 32)))
+FULL = (-79, 79, "clamp")
 # Each kind of table, and clamped ones near whose ends kernels with different tiles take different branches.
-KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "full": ({"num_rows": 2 * LENGTH - 1}, {}),
-    "clamp": ({"num_rows": 9}, {}),
-    "clamp past": ({"num_rows": 21}, {"positions": RelativePositions(-50, -30)}),
-    "clamp future, bias": ({"num_rows": 5, "rel_bias": True}, {"positions": RelativePositions(20, 24)}),
-    "zero": ({"num_rows": 11}, {"positions": RelativePositions(-7, 3, "zero")}),
-    "bias": ({"num_rows": 2 * LENGTH - 1, "rel_key": False, "rel_bias": True}, {}),
-    "rel_query": ({"num_rows": 2 * LENGTH - 1, "rel_width": 16, "rel_bias": True}, {"rel_scale": 0.37}),
-    "rel_value": ({"num_rows": 2 * LENGTH - 1, "rel_value": True}, {}),
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "clamp": {"positions": (-4, 4, "clamp")},
+    "clamp past": {"positions": (-50, -30, "clamp")},
+    "clamp future, bias": {"positions": (20, 24, "clamp"), "tables": ("rel_key", "rel_bias")},
+    "zero": {"positions": (-7, 3, "zero")},
+    "bias": {"tables": ("rel_bias",)},
+    "rel_query": {"tables": ("rel_key", "rel_bias"), "rel_width": 16, "rel_scale": 0.37},
+    "rel_value": {"tables": ("rel_key", "rel_value")},
 }
 VISIBLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "diagonal": ({"window_size": (0, 0)}, MIXED),
-    "first key": ({"key_lengths": torch.tensor([1])}, OTHERWISE_MIXED),
+    "first key": ({"key_lengths": (1,)}, OTHERWISE_MIXED),
 }
 
 
@@ -49,32 +49,24 @@ VISIBLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_visible_key_has_probability_one(kind: str, visible: str, rounded: bool) -> None:
     """P is 1 in each kernel, with logits of several hundred: d_value is the sum of d_out, other gradients are 0."""
-    shape, arguments = KINDS[kind]
-    which, tiles = VISIBLE[visible]
-    arguments = {**arguments, **which}
-    inputs = make_inputs(1, 1, LENGTH, LENGTH, 16, **shape, dtype=torch.float16, seed=5, sharp=True)
-    inputs = inputs._replace(key=3 * inputs.key, rel_key=None if inputs.rel_key is None else 12 * inputs.rel_key)
-    inputs = inputs._replace(d_lse=torch.zeros_like(inputs.d_lse))
-    results, golden = all_results(inputs, tiles, rounded, **arguments), exact_results(inputs, **arguments)
-    assert float(golden["lse"].abs().max()) > 50  # large enough to show rounding to float16
-    for name in ("out", "d_value", "d_rel_value"):
-        if name in results:
-            off = float((results[name].double() - golden[name]).abs().max())
-            assert_at_most(name, off, last_place(float(golden[name].abs().max()), torch.float16))
-    # dP - delta is 0 except for float32 rounding; each gradient is a sum of at most LENGTH products with it.
+    masks, tiles = VISIBLE[visible]
+    fields = {"num_queries": 80, "num_keys": 80, "tables": ("rel_key",), "positions": FULL, "cotangents": "out", "sharp": True}
+    sample = Sample(**{**fields, **KINDS[kind], **masks, "dtype": "float16", "seed": 5, "round_terms": rounded})
+    inputs, _ = sample.inputs()
+    changed = {"key": 3 * inputs.key} | ({} if inputs.rel_key is None else {"rel_key": 12 * inputs.rel_key})
+    results, golden = compute(sample, Way("triton", tiles=tiles), **changed), right(sample, "triton", **changed)[0]
+    assert float(golden["lse"].golden.abs().max()) > 50  # large enough to show rounding to float16
+    for name in results.keys() & {"out", "d_value", "d_rel_value"}:
+        exact = golden[name].golden
+        off = (results[name].double() - exact).abs().max()
+        assert_at_most(name, off, last_place(float(exact.abs().max()), torch.float16))
+    # dP - delta is 0 except for float32 rounding; each gradient is a sum of at most 80 products with it.
     d_probs = float((inputs.d_out.abs().sum(-1).max() * (inputs.value.abs().max() + 5)).float())
-    factors = [tensor for tensor in (inputs.query, inputs.key, inputs.rel_key, inputs.rel_query) if tensor is not None]
-    largest = max(1.0, *(float(tensor.abs().max()) for tensor in factors))
+    factors = (inputs.query, inputs.rel_query, *changed.values())
+    largest = max(1.0, *(float(tensor.abs().max()) for tensor in factors if tensor is not None))
     for name, result in results.items():
         if name.startswith("d_") and "value" not in name:
-            assert_at_most(name, result.abs().max(), 4 * torch.finfo(torch.float32).eps * LENGTH * d_probs * largest)
-
-
-def with_deviation(inputs: Inputs, deviation: float) -> Inputs:
-    """The inputs with query, key and rel_key of this standard deviation."""
-    assert inputs.rel_key is not None
-    query, key, rel_key = (deviation * tensor for tensor in (inputs.query, inputs.key, inputs.rel_key))
-    return inputs._replace(query=query, key=key, rel_key=rel_key)
+            assert_at_most(name, result.abs().max(), 4 * torch.finfo(torch.float32).eps * 80 * d_probs * largest)
 
 
 @pytest.mark.parametrize("kind", ["full", "clamp", "softcap", "mask"])
@@ -86,16 +78,17 @@ def test_large_logits(deviation: float, kind: str) -> None:
     if kind == "softcap" and deviation > 1e4:
         pytest.skip("all gradients of scores are zero")
     inputs = make_inputs(1, 2, 70, 90, 16, num_rows=21 if kind == "clamp" else 159, dtype=torch.float32, seed=3)
-    inputs = with_deviation(inputs, deviation)
+    inputs = inputs._replace(**{name: deviation * getattr(inputs, name) for name in ("query", "key", "rel_key")})
     masks: dict[str, dict[str, Any]] = {"softcap": {"softcap": 1e4}, "mask": {"attn_mask": torch.zeros(70, 90)}}
     arguments = masks.get(kind, {})
-    results = all_results(inputs, SQUARE, **arguments)
     golden, plain = worst_draw(
         inputs,
         lambda moved: exact_results(moved, **arguments),
         lambda moved: Way("reference").results(moved, **arguments),
         draws=10,  # few logits determine the error
     )
+    with SQUARE.computing(Sample()):
+        results = SQUARE.results(inputs, **arguments)
     for name, result in results.items():
         factor = 2 if name in ("out", "lse") else 3
         assert_within_budget(name, result, golden[name], plain[name], factor=factor, exact_reference=True)
@@ -103,19 +96,18 @@ def test_large_logits(deviation: float, kind: str) -> None:
 
 def test_large_logits_that_are_exact_lose_no_digits() -> None:
     """The maximum is subtracted before the scale is applied: only differences are rounded."""
-    inputs = make_inputs(1, 1, 33, 40, 16, num_rows=9, dtype=torch.float32, seed=3)
-    inputs = inputs._replace(**{name: getattr(inputs, name).round() for name in ("query", "key", "rel_key")})
-    inputs.query[..., 0], inputs.key[..., 0] = 512, 512
-    results, golden = all_results(inputs, SQUARE, scale=0.3), exact_results(inputs, scale=0.3)
+    sample = Sample(num_queries=33, num_keys=40, tables=("rel_key",), positions=(-4, 4, "clamp"), scale=0.3, seed=3)
+    changed = {name: sample.numbers(name).round() for name in ("query", "key", "rel_key")}
+    changed["query"][..., 0], changed["key"][..., 0] = 512, 512
+    results, golden = compute(sample, SQUARE, **changed), right(sample, "triton", **changed)[0]
     for name in ("out", "d_value"):
-        assert_near(name, results[name], golden[name].float())
+        assert_near(name, results[name], golden[name].golden.float())
 
 
-@pytest.mark.parametrize("kind", ["full", "clamp"])
-def test_scores_that_do_not_repeat(kind: str) -> None:
+@pytest.mark.parametrize("positions", [(-44, 44, "clamp"), (-4, 4, "clamp")], ids=["full", "clamp"])
+def test_scores_that_do_not_repeat(positions: tuple[int, int, str]) -> None:
     """If other tiles round large logits differently, so that they exceed the forward's maximum, P does not exceed 1."""
-    inputs = make_inputs(1, 1, 40, 50, 16, num_rows=9 if kind == "clamp" else 89, dtype=torch.float32, seed=3)
-    inputs = with_deviation(inputs, 1e6)
+    sample = Sample(num_queries=40, num_keys=50, tables=("rel_key",), positions=positions, seed=3)
 
     def lower_the_maximum(name: str, arguments: dict[str, Any]) -> None:
         if name == "delta":
@@ -123,9 +115,9 @@ def test_scores_that_do_not_repeat(kind: str) -> None:
             maximum -= 4e-7 * maximum.abs()
 
     with launches_seen_by(lower_the_maximum):
-        results = all_results(inputs, SQUARE)
+        results = compute(sample, SQUARE, **{name: 1e6 * sample.numbers(name) for name in ("query", "key", "rel_key")})
     assert all(bool(result.isfinite().all()) for result in results.values())
-    most = inputs.d_out.abs().sum(2, keepdim=True).double()
+    most = sample.numbers("d_out").abs().sum(2, keepdim=True).double()
     assert_at_most("d_value beyond", (results["d_value"].double().abs() - most).clamp_min(0), sum_allowance(40, most))
 
 
@@ -133,13 +125,14 @@ def test_scores_that_do_not_repeat(kind: str) -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_end_rows_that_are_not_finite(value: float, term: str) -> None:
     """What an end row of a clamped table holds reaches queries that see keys beyond it, as in the reference, and no others."""
-    inputs = make_inputs(1, 2, 70, 90, 16, num_rows=21, rel_key=term == "rel_key", rel_bias=True, dtype=torch.float32, seed=4)
-    getattr(inputs, term).view(21, -1)[-1, 0] = value
+    sizes: dict[str, Any] = {"key_heads": 2, "num_queries": 70, "num_keys": 90, "seed": 4}
+    sample = Sample(**sizes, tables=tuple(sorted({"rel_bias", term})), positions=(-10, 10, "clamp"))
     attn_mask = torch.ones(70, 90, dtype=torch.bool)
     attn_mask[:40, 32:] = False  # of these queries, those of a tile see nothing of the next tiles
-    arguments: dict[str, Any] = {"positions": RelativePositions(-10, 10, "clamp"), "attn_mask": attn_mask}
-    results = all_results(inputs, SQUARE, **arguments)
-    expected = Way("reference").results(inputs, **arguments)
+    table = sample.numbers(term)
+    table[-1].view(-1)[0] = value
+    changed: dict[str, Any] = {term: table, "attn_mask": attn_mask}
+    results, expected = (compute(sample, way, **changed) for way in (SQUARE, Way("reference")))
     for name in ("out", "lse", "d_query"):
         assert_near(name, results[name], expected[name])
     assert results["out"].isfinite().any() and (term == "rel_bias" or results["out"].isnan().any())

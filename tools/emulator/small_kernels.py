@@ -101,18 +101,3 @@ def attention(q, k, v, o, n, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl
         sums = tl.dot(probs.to(value.dtype), value, sums * tl.exp2(top - new_top)[:, None])
         top = new_top
     tl.store(o + rows[:, None] * D + d[None, :], (sums / total[:, None]).to(o.dtype.element_ty), mask=(rows < n)[:, None])
-
-
-@triton.jit
-def strided_products(q, k, v, o, n, stride, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(q k^T) v, with a stride of k for which cp.async cannot be used."""
-    rows, d = tl.arange(0, BLOCK_M), tl.arange(0, D)
-    query = tl.load(q + rows[:, None] * D + d[None, :])
-    sums = tl.zeros((BLOCK_M, D), tl.float32)
-    for start in range(0, n, BLOCK_N):
-        columns = start + tl.arange(0, BLOCK_N)
-        key = tl.load(k + (columns[:, None] * D + d[None, :]) * stride)
-        scores = tl.dot(query, key.T)
-        value = tl.load(v + columns[:, None] * D + d[None, :])
-        sums = tl.dot(scores.to(value.dtype), value, sums)
-    tl.store(o + rows[:, None] * D + d[None, :], sums)
