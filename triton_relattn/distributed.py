@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 
-from ._core import removed, validation
+from ._core import validation
 from ._core.arguments import Arguments, Options, OptionsVarlen
 from ._core.dropout import draw_dropout
 from ._core.names import require_names
@@ -258,8 +258,7 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out and lse of a call by its arguments."""
     if method not in METHODS:
-        hint = f"; {removed.removed('it', removed.METHODS[method])}" if method in removed.METHODS else ""
-        raise ValueError(f"method must be one of {METHODS}, got {method!r}{hint}")
+        raise ValueError(f"method must be one of {METHODS}, got {method!r}")
     if hasattr(arguments.query, "placements"):
         raise TypeError(
             "query is a DTensor; here each rank passes its own positions, query.to_local(), with the group mesh.get_group(), and "

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING
-
 import torch
 
 from ._core.dtypes import compute_dtype
-from ._core.removed import refuse
-
-if not TYPE_CHECKING:
-    __getattr__ = partial(refuse, __name__)
 
 
 def merge_attention(

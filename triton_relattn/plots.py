@@ -5,21 +5,16 @@ The functions compute densely, for sequences that are short enough to be looked 
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ._core.arguments import Arguments, Options
 from ._core.dtypes import without_autocast
 from ._core.names import require_names
-from ._core.removed import refuse
 from ._core.spec import DIFFERENTIABLE
 from ._core.validation import resolve
 from ._reference import probabilities, score_terms
-
-if not TYPE_CHECKING:
-    __getattr__ = partial(refuse, __name__)
 
 LARGEST = 4096 * 4096  # pairs
 

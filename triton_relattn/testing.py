@@ -17,17 +17,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ._core.dropout import draw_seed, keep_mask
-from ._core.removed import refuse
 from ._core.spec import DIFFERENTIABLE
-
-if not TYPE_CHECKING:
-    __getattr__ = partial(refuse, __name__)
 
 SHARP_FACTOR = 8.0  # factor of the queries for sharp attention, which gives logits of about +-30
 SHARP_SHIFT = 4.0

@@ -22,7 +22,7 @@ from tests.conftest import forget_warnings
 from tests.expected import INPUTS
 from tests.tolerance import assert_same
 from triton_relattn import can_run_triton, distributed, fused_relative_attention, merge_attention, plots, tables
-from triton_relattn._core import names, removed
+from triton_relattn._core import names
 from triton_relattn._core.arguments import Options, OptionsVarlen
 from triton_relattn.testing import make_inputs
 
@@ -172,7 +172,6 @@ WRONG_TYPES: dict[str, tuple[Changes, str]] = {
     "causal": ({"causal": None}, "fused_relative_attention() got an unexpected | 'causal'; here it is is_causal"),
     "cu_seqlens_q": ({"cu_seqlens_q": None}, "fused_relative_attention_varlen has it"),
     "deterministic": ({"deterministic": None}, "there is none here: results repeat bit for bit, except"),
-    "exact_query_grad": ({"exact_query_grad": True}, "'exact_query_grad'; it was removed in 0.3.0: the gradient of"),
     "a_slip": ({"is_causl": None}, "did you mean 'is_causal'?"),
     "unknown": ({"colour": None}, "unexpected keyword argument 'colour'"),
     "packed_k_type": ({"cu_seqlens_k": None}, "cu_seqlens_k must be a torch.Tensor, got NoneType"),
@@ -246,19 +245,6 @@ def test_wrong_calls_of_other_functions() -> None:
     refused(merge_attention, {"out1": out, "lse1": out, "out2": lse, "lse2": lse}, ValueError, order)
     refused(plots.attention_terms, {"query": query, "key": query, "causal": True}, TypeError, "'causal'; here it is is_causal")
     refused(distributed.fused_relative_attention, {**qkv(2, 3, 5), "mask": None}, TypeError, "here it is attn_mask")
-
-
-REMOVED = [(package, name) for package, entries in removed.NAMES.items() for name in entries]
-
-
-@pytest.mark.parametrize(("package", "name"), REMOVED)
-def test_what_was_removed(package: str, name: str) -> None:
-    """Importing a removed name says what to use instead; names that never existed raise Python's usual errors."""
-    text = f"{package}.{name} was removed in 0.3.0: {removed.NAMES[package][name]}"
-    with pytest.raises(ImportError, match=re.escape(text)):
-        exec(f"from {package} import {name}")
-    with pytest.raises(ImportError, match="cannot import name"):
-        exec(f"from {package} import {name}_of_nothing")
 
 
 def test_no_cure_is_named_that_is_none() -> None:

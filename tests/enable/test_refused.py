@@ -40,7 +40,6 @@ WRONG: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "floats": (None, {"lengths": [8.0]}, TypeError, r"lengths must be an int, or several in a sequence, got \[8.0\]"),
     "zero": (None, {"lengths": 0}, ValueError, "lengths must be positive, got 0"),
     "a slip": (None, {"length": 8}, TypeError, "did you mean 'lengths'"),
-    "removed": (None, {"prove": False}, TypeError, r"unexpected keyword argument 'prove'; it was removed in 0.3.0"),
 }
 
 

@@ -1,4 +1,4 @@
-"""What the arguments of other libraries, and of earlier versions, are called here."""
+"""What the arguments of other libraries are called here."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
-
-from .removed import ARGUMENTS, removed
 
 T5_BIAS = "rel_bias=weight[tables.t5_buckets(torch.arange(-128, 129))].T, with scale=1.0"
 """The bias of a checkpoint of T5, whose weight has a row per bucket."""
@@ -69,7 +67,6 @@ _WORDS = {
         "rel_pos_h rel_pos_w grid key_grid": "decomposed_relative_attention",
         "implementation": "an enabled model runs what its device supports; for one call, fused_relative_attention",
     },
-    removed("it", "{}"): ARGUMENTS,
 }
 WORDS = {sentence: {name: here for names, here in rows.items() for name in names.split()} for sentence, rows in _WORDS.items()}
 """By what an error says of them: the names of arguments elsewhere, and what stands for each here."""

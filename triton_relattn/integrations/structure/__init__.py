@@ -6,13 +6,11 @@ recognised is a row of ``NOT_SERVED``.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from ..._core.removed import refuse
 from ..comparison import Refused
 from ..enabled import STRUCTURE, Match
 from ..shadow import projections
@@ -168,8 +166,5 @@ def find(module: nn.Module) -> Match | None:
             return Match(other.title, STRUCTURE, reason=other.instead)
     return None
 
-
-if not TYPE_CHECKING:
-    __getattr__ = partial(refuse, __name__)
 
 __all__ = ["KINDS", "NOT_SERVED", "find"]

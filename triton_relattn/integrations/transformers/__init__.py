@@ -8,18 +8,12 @@ Importing this registers ``attn_implementation="triton_relattn"`` with transform
 from __future__ import annotations
 
 from contextlib import suppress
-from functools import partial
-from typing import TYPE_CHECKING
 
-from ..._core.removed import refuse
 from ..enable import disable, enable
 from .families import LIBRARY as LIBRARY
 from .families import Family, supported_families
 
 with suppress(ImportError):  # transformers is not installed, or too old, which enable says
     from . import conformer, t5  # noqa: F401
-
-if not TYPE_CHECKING:
-    __getattr__ = partial(refuse, __name__)
 
 __all__ = ["Family", "disable", "enable", "supported_families"]
