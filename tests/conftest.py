@@ -79,9 +79,9 @@ def cut_blocks(patch: pytest.MonkeyPatch, queries: int, elements: int, few: int,
     """Make blockwise cut short calls: into blocks of these queries and elements (scores per thread), with heads computed one by
     one from ``few`` scores on. With a step, oneDNN multiplies float32 heads, whose sizes are rounded up to it. Calls of up to
     ``short`` queries are not cut."""
-    from triton_relattn._blockwise import blocks, products, runs
+    from triton_relattn._blockwise import blocks, products
 
-    patch.setattr(runs, "SIZES", runs.Sizes(short, queries, 1, queries, few, elements, queries, elements))
+    patch.setattr(blocks, "SIZES", blocks.Sizes(short, queries, 1, queries, few, elements, queries, elements))
     patch.setattr(blocks, "MIN_ALIGNED", 0)
     patch.setattr(blocks, "takes_onednn", lambda dtype: step > 0 and products.has_linear())  # float64 has the same sizes
     if step not in (0, products.STEP):

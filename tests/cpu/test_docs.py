@@ -154,6 +154,23 @@ def test_make_targets_exist() -> None:
     assert {"setup", "test", "docs"} <= named <= helped, named - helped
 
 
+def test_the_map() -> None:
+    """Its modules exist, and import at their top only from their own row and from lower ones."""
+    package = ROOT / "triton_relattn"
+    files = {path: path.relative_to(package).with_suffix("").parts for path in package.rglob("*.py")}
+    rooms, ways = (part.partition("|---|---|\n")[2].partition("\n\n")[0] for part in text_of("docs/map.md").split("\n| w")[1:])
+    for name in re.findall(r"`([\w/]+)`", ways):
+        assert any("/".join(parts).endswith(name) for parts in files.values()), name
+    row = {name: number for number, line in enumerate(rooms.splitlines()) for name in re.findall(r"`(\w+)`", line.split("|")[1])}
+    assert {parts[0] for parts in files.values()} - {"__init__"} == row.keys()
+    for path, parts in files.items():
+        for node in ast.parse(path.read_text()).body if parts != ("__init__",) else ():
+            if isinstance(node, ast.ImportFrom) and node.level:
+                origin = (*parts[: len(parts) - node.level], *(node.module or "").split("."))
+                for name in origin[:1] if origin[0] else [alias.name for alias in node.names if alias.name in row]:
+                    assert row[name] >= row[parts[0]], f"{path} imports {name}"
+
+
 @pytest.mark.thorough
 def test_figures_are_drawn(tmp_path: Path) -> None:
     """docs/figures.py draws exactly the figures in docs/_static. (Their bytes depend on the version of matplotlib.)"""

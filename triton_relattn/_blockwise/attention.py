@@ -11,8 +11,7 @@ dV and the gradient of rel_value are products with P, all other gradients produc
 fused attention, which takes the view of a band as a mask that it adds, and gives lse as well. The backward has whole rows, and
 computes their softmax again: P sums to one however large the logits are, where exp(logits - lse) would not. If P takes no more
 memory than query, key, value and out, as with short sequences, the forward computes it and saves it for the backward. The working
-set is runs.SCORES blocks of scores, each of Sizes.elements for a thread, or of Sizes.rows rows, which is linear in the number of
-keys.
+set is SCORES blocks of scores, each of Sizes.elements for a thread, or of Sizes.rows rows, which is linear in the number of keys.
 
 Shapes in comments: S sequences, H heads, M rows (queries) and N columns (keys) of a block.
 """
@@ -27,8 +26,8 @@ import torch
 from .._core.dropout import keep_mask, keep_scale
 from .._core.dtypes import compute_dtype, gradient_like, new_like
 from .._core.spec import DIFFERENTIABLE, TABLES, AttentionSpec, AttentionTensors
-from .blocks import Block, Call, Part, select_rows
-from .products import has_fast_fused_attention
+from .blocks import Block, Call, Part
+from .products import has_fast_fused_attention, select_rows
 from .tables import cast
 from .terms import Terms
 

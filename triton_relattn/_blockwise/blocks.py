@@ -10,18 +10,137 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
 from .._core.dtypes import compute_dtype
 from .._core.spec import TABLES, AttentionSpec, AttentionTensors
-from . import runs
-from .products import LINE, Memory, OneDNN, Products, product_dtype, takes_onednn
-from .runs import Run, evenly, find_runs, threads_for, up
+from .products import LINE, Memory, OneDNN, Products, evenly, padded, product_dtype, takes_onednn, up, with_rows
 from .tables import Table, cast
 
 MIN_ALIGNED = 1 << 16  # elements of a query from which bands have a multiple of products.LINE columns
+EVERYWHERE = 2**31  # farther than all positions
 MIN_KEYS = 32  # keys of a band of rel_p2c: products with fewer are slow
+
+
+class Sizes(NamedTuple):
+    """The sizes of blocks. They are no part of a call's meaning, but for rounding."""
+
+    short_rows: int = 224  # queries up to which a batch of sequences has one block
+    rows: int = 128  # queries of a block for each thread, of one head
+    min_rows: int = 32
+    """The same where heads share keys, or the window is short: most scores of a block much longer than it would be hidden."""
+    batch_rows: int = 64
+    """Queries of a band of a batch, and of its blocks if they are not short: with more, bands have many unneeded columns."""
+    few_scores: int = 1 << 17  # of a block of one head, up to which heads and sequences are computed in batches
+    elements: int = 1 << 19  # scores of a batch for each thread, two megabytes
+    fused_rows: int = 256
+    """Queries of a block of fused attention; with a window an eighth of the keys at most, since a block has hidden pairs."""
+    fused_elements: int = 1 << 21  # terms of a block of fused attention for each thread
+
+
+SIZES = Sizes()
+THREADS_ELSEWHERE = 64
+"""Threads assumed for a device other than a CPU: its blocks must be large enough that launches do not take most of the
+time."""
+MIN_THREADS = 2
+"""Threads whose scores a block may have in any case. With more its scores take no more memory than the call's tensors and their
+gradients."""
+SCORES = 6
+"""How many times the scores of a block are in memory: probabilities, gradients, and bands of both, up to twice as wide."""
+
+
+class Run(NamedTuple):
+    """Successive sequences of a batch with the same lengths, offset and visible keys."""
+
+    number: int  # of the first sequence, as dropout and attn_mask count
+    entry: int  # its batch entry of the tensors
+    query: int  # its first query in that entry
+    key: int  # its first key
+    num_queries: int
+    num_keys: int
+    offset: int  # the position of the first query among the keys
+    start: int  # start .. stop: the keys that some query sees
+    stop: int
+    is_packed: bool  # all in one entry, one after the other
+    count: int = 1  # type: ignore[assignment]  # shadows tuple.count
+
+    def part(self, start: int, stop: int) -> Run:
+        """Return some of the sequences."""
+        number, count = self.number + start, stop - start
+        if count == self.count:
+            return self
+        if not self.is_packed:
+            return self._replace(number=number, count=count, entry=self.entry + start)
+        query, key = self.query + start * self.num_queries, self.key + start * self.num_keys
+        return self._replace(number=number, count=count, query=query, key=key)
+
+    def rows(self, tensor: torch.Tensor, heads: slice, start: int, stop: int) -> torch.Tensor:
+        """Return some queries of (B, Hq, Nq, width), a view (sequences, heads, stop - start, width)."""
+        return self._view(tensor, heads, self.query, self.num_queries, start, stop)
+
+    def columns(self, tensor: torch.Tensor, heads: slice, start: int, stop: int) -> torch.Tensor:
+        """Return some keys of (B, Hk, Nk, width), a view (sequences, heads, stop - start, width)."""
+        return self._view(tensor, heads, self.key, self.num_keys, start, stop)
+
+    def _view(self, tensor: torch.Tensor, heads: slice, first: int, length: int, start: int, stop: int) -> torch.Tensor:
+        if tensor.shape[:3] == (self.count, heads.stop - heads.start, stop - start):
+            return tensor
+        if not self.is_packed or self.count == 1:
+            return tensor[self.entry : self.entry + self.count, heads, first + start : first + stop]
+        rows = tensor[self.entry, heads, first : first + self.count * length].unflatten(1, (self.count, length))
+        return rows.transpose(0, 1)[:, :, start:stop]
+
+
+def find_runs(tensors: AttentionTensors, spec: AttentionSpec) -> tuple[list[Run], list[Run]]:
+    """Return the sequences with queries that see keys, and those whose queries see none. This waits for a GPU."""
+    query, key, is_packed = tensors.query, tensors.key, tensors.cu_seqlens_q is not None
+    count, num_queries, num_keys = tensors.num_sequences, query.shape[2], key.shape[2]
+    lengths = [num_keys] * count if tensors.key_lengths is None else tensors.key_lengths.clamp(0, num_keys).tolist()
+    offsets = [spec.query_offset] * count if tensors.query_offsets is None else tensors.query_offsets.tolist()
+    starts, sizes = [(0, 0)] * count, [(num_queries, length) for length in lengths]
+    if tensors.cu_seqlens_q is not None and tensors.cu_seqlens_k is not None:
+        starts = list(zip(tensors.cu_seqlens_q.tolist(), tensors.cu_seqlens_k.tolist(), strict=True))
+        sizes = [(q - first_q, k - first_k) for (first_q, first_k), (q, k) in pairwise(starts)]
+    runs, first = [], 0
+    for stop in range(1, count + 1):
+        if stop < count and (sizes[stop], offsets[stop]) == (sizes[first], offsets[first]):
+            continue
+        (query_start, key_start), (size, length), offset = starts[first], sizes[first], offsets[first]
+        low = max(offset - spec.window_left, 0) if spec.window_left >= 0 else 0
+        high = min(offset + size + spec.window_right, length) if spec.window_right >= 0 else length
+        entry = 0 if is_packed else first
+        if size > 0:
+            runs.append(Run(first, entry, query_start, key_start, size, length, offset, low, high, is_packed, stop - first))
+        first = stop
+    return [run for run in runs if run.start < run.stop], [run for run in runs if run.start >= run.stop]
+
+
+def threads_on(device: torch.device) -> int:
+    """Return the number of threads to size a block for."""
+    return torch.get_num_threads() if device.type == "cpu" else THREADS_ELSEWHERE
+
+
+def threads_for(tensors: AttentionTensors, elements: int) -> int:
+    """Return the number of threads to size blocks for, if a block has this many scores per thread."""
+    threads = threads_on(tensors.query.device)
+    if tensors.query.device.type != "cpu" or threads <= MIN_THREADS:
+        return threads
+    query, key, value, *_ = tensors
+    room = 2 * (query.numel() + key.numel() + value.numel() + query.shape[:3].numel() * value.shape[3])
+    return min(threads, max(MIN_THREADS, room // (SCORES * elements)))
+
+
+def visible(spec: AttentionSpec, run: Run | None = None) -> tuple[int, int]:
+    """Return the lowest and the highest relative position that a window shows, and that pairs of a run have."""
+    low = -spec.window_left if spec.window_left >= 0 else -EVERYWHERE
+    high = spec.window_right if spec.window_right >= 0 else EVERYWHERE
+    if run is not None:
+        low = max(low, run.start - run.offset - run.num_queries + 1)
+        high = min(high, run.stop - run.offset - 1)
+    return low, high
 
 
 class Call:
@@ -48,9 +167,10 @@ class Call:
         # Whether all pairs of a head at the same position have the same terms.
         self.is_by_position = tensors.rel_key is None and tensors.rel_p2c is None and self.term_mask is None
         self.tables: dict[str, Table] = {}
+        ranges = {visible(spec, run) for run in self.runs}
         for name in TABLES if self.runs else ():
             if (table := getattr(tensors, name)) is not None:
-                self.tables[name] = Table(name, table, spec, self.runs, self.dtype, self.term_dtype, self.product_dtype)
+                self.tables[name] = Table(name, table, spec, ranges, self.dtype, self.term_dtype, self.product_dtype)
 
     @cached_property
     def may_be_infinite(self) -> bool:
@@ -95,7 +215,7 @@ class Call:
 
     def _sizes(self, run: Run) -> tuple[int, int, bool]:
         """Return how many queries a block has, how many sequences times heads a part, and whether oneDNN multiplies."""
-        sizes, num_keys, rows = runs.SIZES, run.stop - run.start, run.num_queries
+        sizes, num_keys, rows = SIZES, run.stop - run.start, run.num_queries
         if self.is_cpu and rows > 1:
             long_rows, is_long, by_onednn = self._long_rows(run)
             if is_long or by_onednn:
@@ -111,7 +231,7 @@ class Call:
 
     def _fused_sizes(self, run: Run) -> tuple[int, int, bool]:
         """Return the same for fused attention. Terms by position take no memory."""
-        sizes, num_keys = runs.SIZES, run.stop - run.start
+        sizes, num_keys = SIZES, run.stop - run.start
         rows = min(sizes.fused_rows, num_keys // 8) if self.has_window else sizes.fused_rows
         rows = min(run.num_queries, self._limit_rows(rows))
         if self.is_by_position:
@@ -121,11 +241,12 @@ class Call:
 
     def _long_rows(self, run: Run) -> tuple[int, bool, bool]:
         """Return the queries of a block of a head alone, whether that is large enough, and whether oneDNN multiplies."""
-        sizes, num_keys = runs.SIZES, run.stop - run.start
+        sizes, num_keys = SIZES, run.stop - run.start
         threads = threads_for(self.tensors, sizes.rows * num_keys)
         rows = min(run.num_queries, self._limit_rows(sizes.rows * threads // self.group))
         scores = self.group * rows * self._columns(rows, num_keys)
-        return rows, scores >= sizes.few_scores * threads, scores >= sizes.few_for_onednn * threads and takes_onednn(self.dtype)
+        few = sizes.few_scores * threads  # for oneDNN, whose products of a head are faster, three eighths
+        return rows, scores >= few, scores >= few * 3 // 8 and takes_onednn(self.dtype)
 
     def _columns(self, rows: int, num_keys: int) -> int:
         """Return the number of columns of a block with this many rows."""
@@ -134,8 +255,8 @@ class Call:
     def _limit_rows(self, rows: int) -> int:
         """Return rows, the queries of a block, limited by a short window from above and by min_rows from below."""
         if self.window is not None:
-            rows = min(rows, up(self.window + 1, runs.SIZES.min_rows))
-        return max(rows, runs.SIZES.min_rows)
+            rows = min(rows, up(self.window + 1, SIZES.min_rows))
+        return max(rows, SIZES.min_rows)
 
 
 def largest(tensor: torch.Tensor) -> float:
@@ -267,24 +388,9 @@ class Block:
         """Return the rows of bands: all of a head alone. With more rows bands have more columns that are not needed."""
         if self.part.num_matrices == 1:
             return [slice(0, self.rows)]
-        is_large = self.call.tensors.query.numel() >= runs.SIZES.elements // 2
-        return evenly(self.rows, runs.SIZES.batch_rows if is_large else 2 * runs.SIZES.batch_rows)
+        is_large = self.call.tensors.query.numel() >= SIZES.elements // 2
+        return evenly(self.rows, SIZES.batch_rows if is_large else 2 * SIZES.batch_rows)
 
     def scores(self, name: str) -> torch.Tensor:
         """Return memory for scores as matrices."""
         return self.call.memory(name, self.matrix_shape, self.call.dtype)
-
-
-def select_rows(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
-    """Return some rows of (S, H, M, width), all of them at once."""
-    return tensor if rows.stop - rows.start == tensor.shape[2] else tensor[:, :, rows]
-
-
-def with_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose rows have their numbers side by side. Fused attention reads them so without asking."""
-    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
-
-
-def padded(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return rows (S, H, N, width) with zeros up to num_rows."""
-    return rows if rows.shape[2] == num_rows else torch.nn.functional.pad(rows, (0, 0, 0, num_rows - rows.shape[2]))

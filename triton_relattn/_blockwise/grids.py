@@ -5,7 +5,7 @@
 A key has two coordinates, so the terms of a query are not N numbers but h + w: one for each row and one for each column of the
 grid. They are broadcast into a block of scores, to which the product of queries and keys is then added; in the backward, sums
 of the block over its columns and over its rows are their gradients. So a term costs an addition a score, and no product. A
-block has some queries, successive in the grid, and all keys; sizes are those of runs.py.
+block has some queries, successive in the grid, and all keys; sizes are those of blocks.py.
 
 Shapes in comments: G heads of all sequences, counted through; M queries of a block, h x w of them on the grid; Nk keys.
 """
@@ -20,9 +20,9 @@ import torch
 from .._core.dropout import keep_mask, keep_scale, whole_origins
 from .._core.dtypes import compute_dtype
 from .._core.spec import GridTensors
-from . import runs
+from . import blocks as cut
 from .attention import softmax_backward
-from .products import Memory, Products, product_dtype
+from .products import Memory, Products, evenly, product_dtype
 
 
 class Block(NamedTuple):
@@ -47,14 +47,14 @@ def blocks(tensors: GridTensors) -> Iterator[tuple[slice, list[Block]]]:
     batch, num_heads, _, _ = tensors.query.shape
     num_keys, prefix = tensors.key.shape[2], tensors.prefix
     height, width = tensors.rel_h.shape[0], tensors.rel_w.shape[0]
-    threads = runs.threads_on(tensors.query.device)
-    fewest, elements = min(batch * num_heads, threads), threads * runs.SIZES.elements
-    max_queries = max(runs.SIZES.rows, elements // max(fewest * num_keys, 1))
-    columns = runs.evenly(width, min(width, max_queries))
-    rows = runs.evenly(height, max(max_queries // max(width, 1), 1))
+    threads = cut.threads_on(tensors.query.device)
+    fewest, elements = min(batch * num_heads, threads), threads * cut.SIZES.elements
+    max_queries = max(cut.SIZES.rows, elements // max(fewest * num_keys, 1))
+    columns = evenly(width, min(width, max_queries))
+    rows = evenly(height, max(max_queries // max(width, 1), 1))
     largest = (rows[-1].stop - rows[-1].start) * (columns[-1].stop - columns[-1].start)
-    for heads in runs.evenly(batch * num_heads, max(elements // max(largest * num_keys, 1), fewest, 1)):
-        parts = [Block(heads, queries, slice(0, 0), slice(0, 0)) for queries in runs.evenly(prefix, max_queries)]
+    for heads in evenly(batch * num_heads, max(elements // max(largest * num_keys, 1), fewest, 1)):
+        parts = [Block(heads, queries, slice(0, 0), slice(0, 0)) for queries in evenly(prefix, max_queries)]
         for row in rows:
             for column in columns:
                 start = prefix + row.start * width + column.start

@@ -66,6 +66,32 @@ def product_dtype(query: torch.Tensor, num_pairs: int) -> torch.dtype:
     return compute_dtype(query.dtype)
 
 
+def up(number: int, step: int) -> int:
+    """Round up to a multiple of step."""
+    return -(-number // step) * step
+
+
+def evenly(count: int, limit: int) -> list[slice]:
+    """Return slices of 0 .. count of about the same size, at most the given one."""
+    parts = -(-count // max(limit, 1))
+    return [slice(number * count // parts, (number + 1) * count // parts) for number in range(parts)]
+
+
+def select_rows(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
+    """Return some rows of (S, H, M, width), all of them at once."""
+    return tensor if rows.stop - rows.start == tensor.shape[2] else tensor[:, :, rows]
+
+
+def with_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose rows have their numbers side by side. Fused attention reads them so without asking."""
+    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
+
+
+def padded(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Return rows (S, H, N, width) with zeros up to num_rows."""
+    return rows if rows.shape[2] == num_rows else torch.nn.functional.pad(rows, (0, 0, 0, num_rows - rows.shape[2]))
+
+
 class Memory:
     """Memory by names, on one device, which blocks use one after the other: new megabytes cost page faults."""
 

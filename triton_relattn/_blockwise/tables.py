@@ -20,15 +20,12 @@ Shapes in comments: S sequences, H heads, M rows and N columns of a block, a wid
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 
 from .._core.spec import AttentionSpec
-from .products import STEP, Products
-from .runs import Run, up
-
-EVERYWHERE = 2**31  # farther than all positions
+from .products import STEP, Products, up
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -41,16 +38,6 @@ def skewed(band: torch.Tensor, num_columns: int) -> torch.Tensor:
     *others, row, one = band.stride()
     start = band.storage_offset() + (band.shape[-2] - 1) * one
     return band.as_strided((*band.shape[:-1], num_columns), (*others, row - one, one), start)
-
-
-def visible(spec: AttentionSpec, run: Run | None = None) -> tuple[int, int]:
-    """Return the lowest and the highest relative position that a window shows, and that pairs of a run have."""
-    low = -spec.window_left if spec.window_left >= 0 else -EVERYWHERE
-    high = spec.window_right if spec.window_right >= 0 else EVERYWHERE
-    if run is not None:
-        low = max(low, run.start - run.offset - run.num_queries + 1)
-        high = min(high, run.stop - run.offset - 1)
-    return low, high
 
 
 def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -68,13 +55,16 @@ class Table:
     """A table of a call, (1 or Hq, R, width), a bias with width 1, and the sum of its gradient. Only rows that a pair needs are
     read: others may be NaN."""
 
-    def __init__(self, name: str, table: torch.Tensor, spec: AttentionSpec, runs: Sequence[Run], *dtypes: torch.dtype) -> None:
-        """dtypes: of sums, of products for terms, and of products for gradients and values."""
+    def __init__(
+        self, name: str, table: torch.Tensor, spec: AttentionSpec, ranges: set[tuple[int, int]], *dtypes: torch.dtype
+    ) -> None:
+        """ranges: the lowest and the highest positions that pairs of a run have. dtypes: of sums, of products for terms, and of
+        products for gradients and values."""
         table = table[..., None] if name == "rel_bias" else table
         self.name, self.clamp, self.is_mirrored = name, spec.clamp, name == "rel_p2c"
         self.dtype, self.term_dtype, self.product_dtype = dtypes
         self.rows = cast(table if table.dim() == 3 else table[None], self.dtype)
-        self.first, ranges = spec.first, {visible(spec, run) for run in runs}
+        self.first = spec.first
         if self.is_mirrored:
             self.rows, self.first, ranges = self.rows.flip(1), -spec.last, {(-high, -low) for low, high in ranges}
         self.ranges = merged(ranges)

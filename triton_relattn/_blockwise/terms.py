@@ -12,9 +12,9 @@ from functools import cached_property
 
 import torch
 
-from .blocks import Block, Part, select_rows
-from .runs import evenly
-from .tables import cast, skewed, visible
+from .blocks import Block, Part, visible
+from .products import evenly, select_rows
+from .tables import cast, skewed
 
 LINES = 32  # rows of a band of equal lines that is added to scores: more take memory, fewer take more additions
 
