@@ -158,7 +158,7 @@ def test_the_map() -> None:
     """Its modules exist, and import at their top only from their own row and from lower ones."""
     package = ROOT / "triton_relattn"
     files = {path: path.relative_to(package).with_suffix("").parts for path in package.rglob("*.py")}
-    rooms, ways = (part.partition("|---|---|\n")[2].partition("\n\n")[0] for part in text_of("docs/map.md").split("\n| w")[1:])
+    rooms, ways = (table.partition("\n\n")[0] for table in text_of("docs/map.md").split("|---|---|\n")[1:])
     for name in re.findall(r"`([\w/]+)`", ways):
         assert any("/".join(parts).endswith(name) for parts in files.values()), name
     row = {name: number for number, line in enumerate(rooms.splitlines()) for name in re.findall(r"`(\w+)`", line.split("|")[1])}
