@@ -5,6 +5,10 @@ forward.py, and backward.py with delta.py, bwd_dkv.py, bwd_stored_dq.py, bwd_dta
 table_gradient.py, a file for each kernel. Their steps are functions of tile/blocks.py, tile/band.py and tile/logits.py.
 DERIVATION.md derives them. Attention on a grid is an operator of its own.
 
+Shapes in comments: a tile has M queries and N keys, [M, N] (TILE.block_m, TILE.block_n). A query or key has the width D, a value
+Dv, a row of rel_key Dr (SHAPE.block_d, block_dv, block_dr: padded to a power of two). Tensors are (B, H, Nq or Nk, width), a
+table has R rows.
+
 Importing this needs triton.
 """
 

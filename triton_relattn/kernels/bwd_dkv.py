@@ -87,9 +87,11 @@ def dkv_kernel(
     """
     VALUE_TILE: tl.constexpr = TILE.value_tile
     KEY_TILE: tl.constexpr = TILE.key_tile
+    # This program's block of keys, of one head of a sequence
     num_blocks = tl.cdiv(common.sequences.max_seqlen_k, TILE.block_n)
     program = tl.program_id(0) + first_program
     STORES: tl.constexpr = ds is not None or stored_probs is not None
+    # The pairs that are stored: those with a row of the table
     window = common.window
     if TILE.coverage != "full":
         window = window_in_table(window, first, last)
@@ -107,11 +109,11 @@ def dkv_kernel(
     offs_n = key_start + tile_n
     valid_n = exists(offs_n, place, common.window)
     keys = head_matrix(inputs.key, place.entry, key_head, place.key_start, SHAPE.wide_index)
-    key = load_rows(keys, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
+    key = load_rows(keys, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)  # [N, D]
     WANTS_SCORES: tl.constexpr = d_keys is not None or ds is not None or per_query.end_rows is not None
     if WANTS_SCORES:
         values = head_matrix(inputs.value, place.entry, key_head, place.key_start, SHAPE.wide_index)
-        value = load_rows(values, key_start, tile_n, valid_n, SHAPE.value_dim, SHAPE.block_dv)
+        value = load_rows(values, key_start, tile_n, valid_n, SHAPE.value_dim, SHAPE.block_dv)  # [N, Dv]
     if d_keys is not None:
         d_key = tl.full([TILE.block_n, SHAPE.block_d], 0.0, tl.float32)
     if d_values is not None:
@@ -121,6 +123,7 @@ def dkv_kernel(
     row_first, row_stop, near_start, near_stop = query_range(key_start, first, last, place, common.window, TILE)
 
     HAS_TERM: tl.constexpr = TILE.has_matrix or TILE.has_bias
+    # What rel_p2c meets: the keys in their natural order [N, D]
     natural_key = key
     if inputs.rel_p2c is not None:
         natural_key = natural_keys(keys, key_start, place, common.window, TILE, SHAPE)
@@ -136,7 +139,7 @@ def dkv_kernel(
         keys_table = key_table(inputs, common, head, first, last, SHAPE, TILE)
         if inputs.rel_p2c is not None:
             reached = reached_table(keys_table, key_lowest, key_highest, KEY_TILE)  # makes the gradient of the key
-            far_sums = tl.full([TILE.block_n, 16], 0.0, tl.float32)
+            far_sums = tl.full([TILE.block_n, 16], 0.0, tl.float32)  # of dS over far queries; see add_far_queries
         if inputs.rel_value is not None:
             values_table = value_table(inputs, head, first, last, SHAPE)
         scale = exponent_scale(common.scaling, mask)
@@ -145,8 +148,10 @@ def dkv_kernel(
             bh = (program // num_blocks - first_program // num_blocks) * SHAPE.group + member
             part_start = first_program % num_blocks * TILE.block_n
 
+        # The far queries, then the near ones
         for PART in tl.static_range(first_part(TILE), stop_part(TILE)):
             start, stop = part_range(PART, row_first, row_stop, near_start, near_stop)
+            # Along the queries, only terms of the keys can be carried from tile to tile (band.py).
             carried, keys_carried = 0, 0
             if PART == NEAR and inputs.rel_p2c is not None and KEY_TILE.carry is not None:
                 relative = key_start - start - place.query_offset
@@ -156,17 +161,18 @@ def dkv_kernel(
                 offs_m = row_start + tile_m
                 valid_m = offs_m < place.num_queries
                 relative = key_start - row_start - place.query_offset
-                query = load_rows(head_queries, row_start, tile_m, valid_m, SHAPE.head_dim, SHAPE.block_d)
+                query = load_rows(head_queries, row_start, tile_m, valid_m, SHAPE.head_dim, SHAPE.block_d)  # [M, D]
                 is_past = row_start >= near_start  # the tile's keys, as these queries see them
                 side = tl.where(is_past, 0, 1)
                 rel_query, far_term = query, None
                 if PART == NEAR and inputs.rel_query is not None and HAS_TERM:
+                    # What rel_key meets [M, Dr]
                     rel_query = load_rows(head_rel_queries, row_start, tile_m, valid_m, SHAPE.rel_dim, SHAPE.block_dr)
                 # P = exp(S - lse) [M, N], S the forward's logits: the relative terms, and Q K^T added to them
                 row_max, log_sum = load_softmax_stats(per_query.softmax_stats, place, head, offs_m, valid_m)
                 if PART == FAR and HAS_TERM and TILE.coverage == "clamp":
                     far_term = side_vector(per_query.far_scores, place.entry, head, side, place.query_start)
-                    far_term = tl.load(far_term + offs_m, mask=valid_m, other=0.0)
+                    far_term = tl.load(far_term + offs_m, mask=valid_m, other=0.0)  # [M]
                 tile_queries = Queries(rel_query, table, far_term, offs_m, valid_m)
                 tile_keys = Keys(natural_key, keys_table, inputs.far_keys, offs_n, valid_n)
                 terms, carried, keys_carried = relative_terms(
@@ -181,17 +187,18 @@ def dkv_kernel(
                 if common.dropout.seed is not None:
                     keep = keep_mask(common.dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
                 # dP = dO V^T [M, N], and dO times the rows of rel_value along the diagonals
-                d_out = load_rows(head_d_outs, row_start, tile_m, valid_m, SHAPE.value_dim, SHAPE.block_dv)
+                d_out = load_rows(head_d_outs, row_start, tile_m, valid_m, SHAPE.value_dim, SHAPE.block_dv)  # [M, Dv]
                 if WANTS_SCORES:
                     if PART == NEAR and inputs.rel_value is not None:
                         d_probs = whole_tile(d_out, values_table, relative, VALUE_TILE)
                     elif inputs.rel_value is not None and TILE.coverage == "clamp":
                         far_term = side_vector(per_query.far_values, place.entry, head, side, place.query_start)
-                        far_term = tl.load(far_term + offs_m, mask=valid_m, other=0.0)
+                        far_term = tl.load(far_term + offs_m, mask=valid_m, other=0.0)  # [M]
                         d_probs = tl.broadcast_to(far_term[:, None], (TILE.block_m, TILE.block_n))
                     else:
                         d_probs = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
                     d_probs = tile_scores(d_out, value, d_probs, TILE)
+                # The probabilities that dropout keeps, in the dtype of dO; of near tiles to the workspace, from this column on
                 IS_STORED: tl.constexpr = STORES and PART == NEAR
                 if IS_STORED:
                     column = key_start - first_column_key(row_start, place.query_offset, part_start, window, LAYOUT)
@@ -206,9 +213,9 @@ def dkv_kernel(
                 # dS = P (dP - delta) [M, N], to the workspace
                 if WANTS_SCORES:
                     delta = row_vector(per_query.deltas, place.entry, head, place.query_start)
-                    delta = tl.load(delta + offs_m, mask=valid_m, other=0.0)
+                    delta = tl.load(delta + offs_m, mask=valid_m, other=0.0)  # [M]
                     d_scores = score_gradients(probs, d_probs, delta, is_visible, keep, common, inputs.rel_value is not None)
-                    if common.scaling.softcap is not None:
+                    if common.scaling.softcap is not None:  # through c tanh(x / c)
                         d_scores *= slope
                     d_scores = d_scores.to(query.dtype)
                     if IS_STORED and ds is not None:
@@ -225,7 +232,7 @@ def dkv_kernel(
                             d_key = add_key_rows(d_key, d_scores, reached, relative, common.scaling, TILE)
         # Queries beyond a clamped rel_p2c have one of its end rows
         if inputs.far_keys is not None and WANTS_SCORES:
-            past, future = far_query_sums(far_sums)
+            past, future = far_query_sums(far_sums)  # [N], [N]
             if per_query.end_rows is not None:
                 unit = rel_unit(common.scaling)
                 rows, width, of_past, of_future = per_query.end_rows, SHAPE.head_dim, past * unit, future * unit
@@ -234,6 +241,7 @@ def dkv_kernel(
             if d_keys is not None:
                 d_key = add_key_end_rows(d_key, past, future, keys_table, key_lowest, key_highest, TILE)
 
+    # Units, and store dK [N, D] and dV [N, Dv].
     valid_n = offs_n < place.key_rows  # padding has a gradient as well: zero
     if d_keys is not None:
         unit = tl.cast(common.scaling.base_2_scale, tl.float32) * LN_2

@@ -67,10 +67,10 @@ class EndRows(NamedTuple):
 @triton.jit
 def add_beyond(past, future, tile, offs_m, offs_n, is_past, first, last, place, PART: tl.constexpr):
     """Add the sums of a tile [M, N] over keys before the table, and over keys behind it, to past and future [M]."""
-    if PART == FAR:
+    if PART == FAR:  # all keys of the tile are beyond the table, on one side
         return add_far_tile(past, future, tile, is_past)
     else:
-        position = offs_n[None, :] - place.query_offset - offs_m[:, None]
+        position = offs_n[None, :] - place.query_offset - offs_m[:, None]  # [M, N]
         past += tl.sum(tl.where(position < first, tile, 0.0), axis=1)
         return past, future + tl.sum(tl.where(position > last, tile, 0.0), axis=1)
 
@@ -101,6 +101,7 @@ def dq_kernel(
     Grid: (query blocks * batch * heads,), query blocks fastest.
     """
     VALUE_TILE: tl.constexpr = TILE.value_tile
+    # This program's block of queries; in a pack, sequences that are shorter than the longest have fewer
     row_start, head, place = locate_queries(common.sequences, common.window, num_heads, TILE.block_m)
     if common.sequences.cu_seqlens_q is not None:
         if row_start >= place.num_queries:
@@ -117,6 +118,7 @@ def dq_kernel(
     d_outs = head_matrix(d_outs, place.entry, head, place.query_start, SHAPE.wide_index)
     d_out = load_rows(d_outs, row_start, tile_m, valid_m, SHAPE.value_dim, SHAPE.block_dv)
     mask = None if inputs.attn_mask is None else head_matrix(inputs.attn_mask, place.entry, head, 0, True)
+    # What the forward and the delta kernel left of each query, [M] each
     row_max, log_sum = load_softmax_stats(per_query.softmax_stats, place, head, offs_m, valid_m)
     delta = tl.load(row_vector(per_query.deltas, place.entry, head, place.query_start) + offs_m, mask=valid_m, other=0.0)
 
@@ -138,11 +140,13 @@ def dq_kernel(
                 per_query.far_values, place.entry, head, place.query_start, offs_m, valid_m
             )
 
+    # dQ [M, D]; sums of dS and of P over the keys beyond a clamped table [M]
     acc = tl.full([TILE.block_m, SHAPE.block_d], 0.0, tl.float32)
     past = tl.full([TILE.block_m], 0.0, tl.float32)
     future, past_probs, future_probs = past, past, past
     scale = exponent_scale(common.scaling, mask)
 
+    # The far tiles, then the near ones
     for PART in tl.static_range(first_part(TILE), stop_part(TILE)):
         start, stop = part_range(PART, key_first, key_stop, near_start, near_stop)
         relative = start - row_start - place.query_offset
@@ -158,19 +162,19 @@ def dq_kernel(
             offs_n = key_start + tile_n
             valid_n = exists(offs_n, place, common.window)
             relative = key_start - row_start - place.query_offset  # of the tile's first key to its first query
-            is_past = key_start < near_start
+            is_past = key_start < near_start  # of a far tile: before the table, or behind it
             natural, far_term = query, None
             if PART == NEAR and inputs.rel_p2c is not None:
-                natural = natural_keys(keys, key_start, place, common.window, TILE, SHAPE)
+                natural = natural_keys(keys, key_start, place, common.window, TILE, SHAPE)  # [N, D]
             if PART == FAR and HAS_TERM and IS_CLAMPED:
-                far_term = tl.where(is_past, far_past, far_future)
+                far_term = tl.where(is_past, far_past, far_future)  # [M]
             # P = exp(S - lse) [M, N], S the forward's logits: the relative terms, and Q K^T added to them
             tile_queries = Queries(rel_query, table, far_term, offs_m, valid_m)
             tile_keys = Keys(natural, keys_table, inputs.far_keys, offs_n, valid_n)
             terms, carried, keys_carried = relative_terms(
                 tile_queries, tile_keys, carried, keys_carried, relative, is_past, place, head, PART, TILE
             )
-            key = load_rows(keys, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
+            key = load_rows(keys, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)  # [N, D]
             scores, is_visible, slope = tile_logits(
                 query, key, terms, tile_queries, tile_keys, relative, mask, place, common, False, PART, TILE
             )
@@ -183,15 +187,15 @@ def dq_kernel(
             if PART == NEAR and inputs.rel_value is not None:
                 d_probs, values_carried = next_terms(d_out, values_table, values_carried, relative, VALUE_TILE)
             elif inputs.rel_value is not None and IS_CLAMPED:
-                far_value = tl.where(is_past, past_value, future_value)
+                far_value = tl.where(is_past, past_value, future_value)  # [M]
                 d_probs = tl.broadcast_to(far_value[:, None], (TILE.block_m, TILE.block_n))
             else:
                 d_probs = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
-            value = load_rows(values, key_start, tile_n, valid_n, SHAPE.value_dim, SHAPE.block_dv)
+            value = load_rows(values, key_start, tile_n, valid_n, SHAPE.value_dim, SHAPE.block_dv)  # [N, Dv]
             d_probs = tile_scores(d_out, value, d_probs, TILE)
             # [M, N]: dS = P (dP - delta)
             d_scores = score_gradients(probs, d_probs, delta, is_visible, keep, common, inputs.rel_value is not None)
-            if common.scaling.softcap is not None:
+            if common.scaling.softcap is not None:  # through c tanh(x / c)
                 d_scores *= slope
             # Sums over the keys beyond a clamped table
             if HAS_TERM and IS_CLAMPED:
@@ -224,10 +228,11 @@ def dq_kernel(
     acc *= tl.cast(common.scaling.base_2_scale, tl.float32) * LN_2
     if table_parts is not None:
         parts = head_matrix(table_parts, place.entry, head, place.query_start, SHAPE.wide_index)
-        rel_acc = load_rows(parts, row_start, tile_m, valid_m, SHAPE.rel_dim, SHAPE.block_dr)
+        rel_acc = load_rows(parts, row_start, tile_m, valid_m, SHAPE.rel_dim, SHAPE.block_dr)  # [M, Dr]
         if IS_CLAMPED:
             lowest, highest = reached_positions(row_start, last_query, place, common.window)
             unit = rel_unit(common.scaling)
+            # += sum of dS over far keys [M, 1] * end row [1, Dr]
             rel_acc = add_end_rows(rel_acc, past * unit, future * unit, table, lowest, highest, TILE)
         if d_rel_queries is None:
             acc += rel_acc

@@ -91,6 +91,7 @@ def dtable_kernel(
     TABLE: tl.constexpr = TILE.value_tile if FOR_VALUES else TILE
     STEP: tl.constexpr = query_step(stored[0].dtype.element_ty.primitive_bitwidth)
     ROWS: tl.constexpr = program_rows(TILE.block_n, STEP)  # of the N rows of a tile; the others are a neighbour's
+    # This program's rows of the table, and its share of the queries
     num_blocks = tl.cdiv(last - first + 1, ROWS)
     block, table_head, split, num_splits = table_share(first, ROWS, num_blocks, common, num_heads, PER_HEAD)
     first_position = first + block * ROWS
@@ -156,6 +157,7 @@ def dtable_kernel(
             if d_rows is not None:
                 head_vectors = head_matrix(vectors, place.entry, bh % num_heads, place.query_start, SHAPE.wide_index)
                 rows = offset + tile_m * STEP  # as offs_m, from block_start on
+                # The queries, or rows of dO: [M, D]
                 vector = load_rows(head_vectors, block_start, rows, valid_m, TABLE.width, TABLE.block_width)
                 # [N, M] @ [M, D] -> [N, D]
                 acc = tl.dot(tl.trans(band), vector, acc, input_precision=TILE.precision)
@@ -167,6 +169,7 @@ def dtable_kernel(
         is_visible = is_visible & (position <= common.window[1])
     if common.window[0] is not None:
         is_visible = is_visible & (position >= -common.window[0])
+    # After STEP passes row n of the sums is the position first_position - (STEP - 1) + n.
     row = first_position - (STEP - 1) - first
     valid = (position >= first_position) & (position < first_position + ROWS) & (position <= last)
     if d_rows is not None:
@@ -177,8 +180,8 @@ def dtable_kernel(
         d_rows = head_matrix(d_rows, split, table_head, 0, SHAPE.wide_index)
         store_rows(d_rows, row, tile_n, valid, acc, TABLE.width, TABLE.block_width, ADDS)
     if d_biases is not None:
-        bias = tl.where(is_visible, tl.max(bias_acc, axis=1), 0.0)
+        bias = tl.where(is_visible, tl.max(bias_acc, axis=1), 0.0)  # [N, 16] -> [N]
         pointers = row_vector(d_biases, split, table_head, row) + tile_n
         if ADDS:
-            bias += tl.load(pointers, mask=valid, other=0.0)
-        tl.store(pointers, bias, mask=valid)
+            bias += tl.load(pointers, mask=valid, other=0.0)  # [N]
+        tl.store(pointers, bias, mask=valid)  # [N]

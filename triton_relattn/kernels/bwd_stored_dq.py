@@ -43,6 +43,7 @@ def stored_dq_kernel(
     Queries of a block lie query_step apart. Grid: (query blocks * heads in the workspace,), query blocks fastest.
     """
     STEP: tl.constexpr = query_step(stored[0].dtype.element_ty.primitive_bitwidth)
+    # This program's block of queries, of one of the heads that the workspace has
     num_blocks = tl.cdiv(common.sequences.max_seqlen_q, TILE.block_m * STEP) * STEP
     block = tl.program_id(0) % num_blocks
     if common.window[1] is not None:
@@ -55,6 +56,7 @@ def stored_dq_kernel(
     if common.sequences.cu_seqlens_q is not None:
         if row_start >= place.num_queries:
             return
+    # Its queries [M], STEP apart: their diagonals begin at multiples of 16 bytes
     rows = block % STEP + tl.arange(0, TILE.block_m) * STEP
     tile_n = tl.arange(0, TILE.block_n)
     offs_m = row_start + rows
@@ -62,6 +64,7 @@ def stored_dq_kernel(
     window = common.window
     if TILE.coverage != "full":
         window = window_in_table(window, first, last)
+    # Where dS of each query lies: from which key to which [M, 1], and the key in column 0
     low, high = readable_keys(offs_m, place, window, stored_first, stored_stop, STEP)
     matrix = head_matrix(stored, 0, number, 0, False)
     column_keys = first_column_key(offs_m, place.query_offset, stored_first, window, LAYOUT)
@@ -102,7 +105,7 @@ def stored_dq_kernel(
         if WANTS_BAND:
             relative = start_position + iteration * TILE.block_n
             d_band = load_tile(matrix, offs_m, offs_m + (place.query_offset + relative), column_keys, low, high, TILE.block_n)
-            band_rows = table_rows(table, relative, TILE)
+            band_rows = table_rows(table, relative, TILE)  # [N, Dr]
             # [M, N] @ [N, Dr] -> [M, Dr]
             if HAS_ONE_SUM:
                 acc = settled(tl.dot(d_band, band_rows, acc, input_precision=TILE.precision))
@@ -111,13 +114,13 @@ def stored_dq_kernel(
         # d_query += dS [M, N], tile by tile of the keys, @ K [N, D]
         if WANTS_KEYS:
             key_start = start_key + (iteration - late) * TILE.block_n
-            d_scores = load_tile(matrix, offs_m, key_start, column_keys, low, high, TILE.block_n)
+            d_scores = load_tile(matrix, offs_m, key_start, column_keys, low, high, TILE.block_n)  # [M, N]
             valid_n = exists(key_start + tile_n, place, common.window)
-            key = load_rows(keys_matrix, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
+            key = load_rows(keys_matrix, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)  # [N, D]
             # [M, N] @ [N, D] -> [M, D]
             acc = settled(tl.dot(d_scores, key, acc, input_precision=TILE.precision))
 
-    # Units, and store.
+    # Units, and store: d_query [M, D], d_rel_query [M, Dr].
     if d_queries is not None:
         if WANTS_BAND and inputs.rel_query is None and not HAS_ONE_SUM:
             acc += rel_acc * tl.cast(common.scaling.rel_scale, tl.float32)

@@ -39,12 +39,14 @@ def row_products(out, d_out, tile_m, TILE: tl.constexpr):
             high = out
         # [M, Dv] @ [Dv, M] -> [M, M]
         products = tl.dot(d_out, tl.trans(high), input_precision=TILE.precision)
+        # and what is left of out
         if TILE.precision == "tf32":
             products = tl.dot(d_out, tl.trans(out - high), products, input_precision=TILE.precision)
+        # The diagonal: [M, M] -> [M]
         delta = tl.sum(tl.where(tile_m[:, None] == tile_m[None, :], products, 0.0), axis=1)
     else:
         # The sum along axis 0 of the transposed: a sum along axis 1 has a layout that took up to 20 more registers in the loop.
-        delta = tl.sum(tl.trans(out * d_out.to(tl.float32)), axis=0)
+        delta = tl.sum(tl.trans(out * d_out.to(tl.float32)), axis=0)  # [Dv, M] -> [M]
     return delta
 
 
@@ -80,11 +82,13 @@ def delta_kernel(
     out = load_rows(outs, row_start, tile_m, valid_m, SHAPE.value_dim, SHAPE.block_dv)
     d_outs = head_matrix(d_outs, entry, head, 0, SHAPE.wide_index)
     d_out = load_rows(d_outs, row_start, tile_m, valid_m, SHAPE.value_dim, SHAPE.block_dv)
+    # out before it was rounded
     exact = out.to(tl.float32)
     if residuals is not None:
         residuals = head_matrix(residuals, entry, head, 0, SHAPE.wide_index)
         residual = load_rows(residuals, row_start, tile_m, valid_m, SHAPE.value_dim, SHAPE.block_dv)
         exact += residual.to(tl.float32) * (1.0 / RESIDUAL_SCALE)
+    # rowsum(out * dO) less d_lse [M]
     delta = row_products(exact, d_out, tile_m, TILE)
     if d_lses is not None:
         delta -= tl.load(row_vector(d_lses, entry, head, 0) + offs_m, mask=valid_m, other=0.0)
@@ -97,7 +101,7 @@ def delta_kernel(
             queries = head_matrix(inputs.rel_query, entry, head, 0, SHAPE.wide_index)
         else:
             queries = head_matrix(inputs.query, entry, head, 0, SHAPE.wide_index)
-        query = load_rows(queries, row_start, tile_m, valid_m, SHAPE.rel_dim, SHAPE.block_dr)
+        query = load_rows(queries, row_start, tile_m, valid_m, SHAPE.rel_dim, SHAPE.block_dr)  # [M, Dr]
         table = score_table(inputs, common, head, first, last, SHAPE, TILE)
         past, future = far_terms(query, table, TILE)
         store_past_future(per_query.far_scores, entry, head, 0, offs_m, valid_m, past, future)
@@ -115,6 +119,7 @@ def far_keys_kernel(inputs, far_keys, common, first, last, num_heads, SHAPE: tl.
     Grid: (key blocks * batch * heads,), key blocks fastest.
     """
     KEY_TILE: tl.constexpr = TILE.key_tile
+    # This program's block of keys [N, D]
     num_blocks = tl.cdiv(common.sequences.max_seqlen_k, TILE.block_n)
     key_start = tl.program_id(0) % num_blocks * TILE.block_n
     head = tl.program_id(0) // num_blocks % num_heads

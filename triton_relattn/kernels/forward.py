@@ -73,6 +73,7 @@ def forward_kernel(
     be None, is None then. residuals, [B, H, Nq, Dv] or None: what rounding takes from out; see delta.py.
     """
     VALUE_TILE: tl.constexpr = TILE.value_tile
+    # This program's block of queries; in a pack, sequences that are shorter than the longest have fewer
     row_start, head, place = locate_queries(common.sequences, common.window, num_heads, TILE.block_m)
     if common.sequences.cu_seqlens_q is not None:
         if row_start >= place.num_queries:
@@ -92,7 +93,7 @@ def forward_kernel(
     last_query = tl.minimum(row_start + TILE.block_m, place.num_queries) - 1
     key_first, key_stop, near_start, near_stop = key_range(row_start, last_query, first, last, place, common.window, TILE)
     out_head = head
-    if SPLITS_KEYS:
+    if SPLITS_KEYS:  # this program's share of the keys
         out_head = head + tl.program_id(1) * num_heads
         key_first, key_stop, near_start, near_stop = split_range(key_first, key_stop, near_start, near_stop, TILE)
 
@@ -101,7 +102,7 @@ def forward_kernel(
     table = score_table(inputs, common, head, first, last, SHAPE, TILE)
     keys_table = key_table(inputs, common, head, first, last, SHAPE, TILE)
     if HAS_TERM and TILE.coverage == "clamp":
-        far_past, far_future = far_terms(rel_query, table, TILE)
+        far_past, far_future = far_terms(rel_query, table, TILE)  # [M], [M]
     if inputs.rel_value is not None:
         values_table = value_table(inputs, head, first, last, SHAPE)
         lowest, highest = reached_positions(row_start, last_query, place, common.window)
@@ -111,13 +112,14 @@ def forward_kernel(
     row_max = tl.full([TILE.block_m], -float("inf"), tl.float32)
     row_sum = tl.full([TILE.block_m], 0.0, tl.float32)
     if residuals is not None:
-        # A product with ones, the narrowest that matrix units take, sums the rounded probabilities: all columns are alike.
+        # A product with ones [N, 16], the narrowest that matrix units take, sums the rounded probabilities: columns are alike.
         ones = tl.full([TILE.block_n, 16], 1.0, values[0].dtype.element_ty)
         rounded_sum = tl.full([TILE.block_m, 16], 0.0, tl.float32)
-    past, future = row_sum, row_sum  # sums over far keys of the probabilities that dropout keeps
+    past, future = row_sum, row_sum  # [M], [M]: sums over far keys of the probabilities that dropout keeps
     acc = settled(tl.full([TILE.block_m, SHAPE.block_dv], 0.0, tl.float32))
     scale = exponent_scale(common.scaling, mask)
 
+    # The far tiles, then the near ones: two loops, since only a near tile needs the band
     for PART in tl.static_range(first_part(TILE), stop_part(TILE)):
         start, stop = part_range(PART, key_first, key_stop, near_start, near_stop)
         # From tile to tile goes what the next one needs of the table blocks so far (band.py).
@@ -130,19 +132,19 @@ def forward_kernel(
             offs_n = key_start + tile_n
             valid_n = exists(offs_n, place, common.window)
             relative = key_start - row_start - place.query_offset  # of the tile's first key to its first query
-            is_past = key_start < near_start
+            is_past = key_start < near_start  # of a far tile: before the table, or behind it
             natural, far_term = query, None
             if PART == NEAR and inputs.rel_p2c is not None:
-                natural = natural_keys(keys, key_start, place, common.window, TILE, SHAPE)
+                natural = natural_keys(keys, key_start, place, common.window, TILE, SHAPE)  # [N, D]
             if PART == FAR and HAS_TERM and TILE.coverage == "clamp":
-                far_term = tl.where(is_past, far_past, far_future)
+                far_term = tl.where(is_past, far_past, far_future)  # [M]
             # S: the relative terms [M, N], and Q K^T added to them
             tile_queries = Queries(rel_query, table, far_term, offs_m, valid_m)
             tile_keys = Keys(natural, keys_table, inputs.far_keys, offs_n, valid_n)
             terms, carried, keys_carried = relative_terms(
                 tile_queries, tile_keys, carried, keys_carried, relative, is_past, place, head, PART, TILE
             )
-            key = load_rows(keys, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)
+            key = load_rows(keys, key_start, tile_n, valid_n, SHAPE.head_dim, SHAPE.block_d)  # [N, D]
             scores, is_visible, _ = tile_logits(
                 query, key, terms, tile_queries, tile_keys, relative, mask, place, common, False, PART, TILE
             )
@@ -153,10 +155,11 @@ def forward_kernel(
             if residuals is not None:
                 # [M, N] @ [N, 16] -> [M, 16]
                 rounded_sum = tl.dot(probs.to(ones.dtype), ones, rounded_sum * rescale[:, None], input_precision=TILE.precision)
+            # Dropout, after the sum of the row: the softmax is that of all keys. Its factor comes at the end.
             if common.dropout.seed is not None:
                 probs = tl.where(keep_mask(common.dropout, place.batch, head, offs_m[:, None], offs_n[None, :]), probs, 0.0)
             # out += P V, and along the diagonals P times the rows of rel_value
-            value = load_rows(values, key_start, tile_n, valid_n, SHAPE.value_dim, SHAPE.block_dv)
+            value = load_rows(values, key_start, tile_n, valid_n, SHAPE.value_dim, SHAPE.block_dv)  # [N, Dv]
             # [M, N] @ [N, Dv] -> [M, Dv]
             acc = tl.dot(probs.to(value.dtype), value, acc * rescale[:, None], input_precision=TILE.precision)
             if inputs.rel_value is not None:
@@ -172,19 +175,20 @@ def forward_kernel(
         acc = add_end_rows(acc, past, future, values_table, lowest, highest, VALUE_TILE)
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # a query that sees nothing: out = 0, and lse = -inf by row_max
     if residuals is not None:
-        rounded_sum = tl.max(rounded_sum, axis=1)
+        rounded_sum = tl.max(rounded_sum, axis=1)  # [M, 16] -> [M]
         exact_by_out = row_sum / tl.where(rounded_sum == 0.0, 1.0, rounded_sum)
     acc /= row_sum[:, None]
     if common.dropout.seed is not None:
         acc *= tl.cast(common.dropout.keep_scale, tl.float32)
     outs = head_matrix(outs, place.entry, out_head, place.query_start, SHAPE.wide_index)
+    # out [M, Dv], of the queries that exist
     store_rows(outs, row_start, tile_m, valid_m, acc, SHAPE.value_dim, SHAPE.block_dv)
-    # What rounding takes from out, for an exact delta in the backward
+    # What rounding takes from out [M, Dv], for an exact delta in the backward
     if residuals is not None:
         residuals = head_matrix(residuals, place.entry, out_head, place.query_start, SHAPE.wide_index)
         residual = acc * exact_by_out[:, None] - acc.to(outs[0].dtype.element_ty).to(tl.float32)
         store_rows(residuals, row_start, tile_m, valid_m, residual * RESIDUAL_SCALE, SHAPE.value_dim, SHAPE.block_dv)
-    # lse = ln(sum of exp(logits)), and for the backward the maximum and the sum apart
+    # lse = ln(sum of exp(logits)) [M], and for the backward the maximum and log2 of the sum apart, [M] each
     log_sum = tl.log2(row_sum)
     if lses is not None:
         lse = row_vector(lses, place.entry, head, place.query_start)

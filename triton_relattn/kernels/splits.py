@@ -20,10 +20,12 @@ BLOCK_M = 16
 @triton.jit
 def split_range(key_first, key_stop, near_start, near_stop, TILE: tl.constexpr):
     """Return blocks.key_range for program_id(1) of the num_programs(1) programs that share the keys."""
+    # As many whole tiles for each program
     tiles = tl.cdiv(tl.maximum(key_stop - key_first, 0), TILE.block_n)
     keys = tl.cdiv(tiles, tl.num_programs(1)) * TILE.block_n
     first = tl.minimum(key_first + tl.program_id(1) * keys, key_stop)
     stop = tl.minimum(first + keys, key_stop)
+    # Its part of the near tiles, which may be none
     near_start = tl.minimum(tl.maximum(near_start, first), stop)
     near_stop = tl.minimum(tl.maximum(near_stop, first), stop)
     return first, stop, near_start, near_stop
@@ -57,11 +59,13 @@ def merge_kernel(
     valid_m = offs_m < num_queries
     scale = exponent_scale(scaling, mask)
 
+    # The largest of the splits' maxima [M]
     row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
     for split in range(splits):
         maxima = side_vector(part_statistics, entry, head + split * num_heads, 0, 0)
         row_max = tl.maximum(row_max, tl.load(maxima + offs_m, mask=valid_m, other=0.0))
     shift = tl.where(row_max == -float("inf"), 0.0, row_max)
+    # A split's out counts by its sum of exponentials, as of the common maximum: weight = exp(part_max - max) * sum [M].
     total = tl.full([BLOCK_M], 0.0, tl.float32)
     acc = tl.full([BLOCK_M, BLOCK_WIDTH], 0.0, tl.float32)
     for split in range(splits):
@@ -70,10 +74,11 @@ def merge_kernel(
         log_sum = tl.load(side_vector(part_statistics, entry, part, 1, 0) + offs_m, mask=valid_m, other=0.0)
         weight = tl.exp2((part_max - shift) * scale + log_sum)
         matrix = head_matrix(parts, entry, part, 0, True)
+        # [M, 1] * [M, Dv] -> [M, Dv]
         acc += weight[:, None] * load_rows(matrix, row_start, tile_m, valid_m, WIDTH, BLOCK_WIDTH)
         total += weight
 
-    total = tl.where(total == 0.0, 1.0, total)
+    total = tl.where(total == 0.0, 1.0, total)  # a query that sees nothing
     store_rows(head_matrix(outs, entry, head, 0, True), row_start, tile_m, valid_m, acc / total[:, None], WIDTH, BLOCK_WIDTH)
     log_sum = tl.log2(total)
     if lses is not None:

@@ -39,8 +39,8 @@ def sum_of_terms(terms, step, num_terms, columns, valid, TERMS: tl.constexpr):
     for start in range(0, num_terms, TERMS):
         number = start + tl.arange(0, TERMS)
         pointers = terms + tl.cast(number, tl.int64)[:, None] * step + columns[None, :]
-        total += tl.load(pointers, mask=(number < num_terms)[:, None] & valid[None, :], other=0.0)
-    return tl.sum(total, axis=0)
+        total += tl.load(pointers, mask=(number < num_terms)[:, None] & valid[None, :], other=0.0)  # [TERMS, N]
+    return tl.sum(total, axis=0)  # [TERMS, N] -> [N]
 
 
 @triton.jit
@@ -62,8 +62,8 @@ def add_rows(
     valid = element < size
     if HAS_ENDS:
         valid = valid & (element >= WIDTH) & (element < size - WIDTH)
-    total = sum_of_terms(part + margin * WIDTH, step, num_parts, element, valid, TERMS)
-    tl.store(gradient + element, total.to(gradient.dtype.element_ty), mask=valid)
+    total = sum_of_terms(part + margin * WIDTH, step, num_parts, element, valid, TERMS)  # behind the margin
+    tl.store(gradient + element, total.to(gradient.dtype.element_ty), mask=valid)  # [BLOCK]
 
 
 @triton.jit
@@ -95,9 +95,10 @@ def add_end_row(
         if (side == SIDE) | (num_rows == 1):
             for row in range(first, stop):
                 total += sum_of_terms(part + tl.cast(row, tl.int64) * WIDTH, part_step, num_parts, column, valid, TERMS)
+            # and the sums of queries or keys beyond the table
             total += sum_of_terms(end + SIDE * WIDTH, end_step, num_ends, column, valid, TERMS)
     row = tl.where(side == 0, 0, num_rows - 1)
-    tl.store(gradient + tl.cast(row, tl.int64) * WIDTH + column, total.to(gradient.dtype.element_ty), mask=valid)
+    tl.store(gradient + tl.cast(row, tl.int64) * WIDTH + column, total.to(gradient.dtype.element_ty), mask=valid)  # [COLUMNS]
 
 
 @triton.jit(do_not_specialize=["num_parts", "num_ends", "num_rows", "margin"])
@@ -123,10 +124,12 @@ def table_gradient_kernel(
     """
     size = tl.cast(num_rows, tl.int64) * WIDTH
     num_blocks = tl.cdiv(size, BLOCK)
+    # A block of one head's elements, counted through its rows
     if ends is None:
         head, block = tl.program_id(0) // num_blocks, tl.program_id(0) % num_blocks
         part, gradient = parts[0] + head * parts[1][1], gradients[0] + head * gradients[1][0]
         add_rows(part, parts[1][0], num_parts, gradient, block, size, margin, False, WIDTH, TERMS, BLOCK)
+    # With ends, behind these blocks those of the first row, then those of the last
     else:
         NUM_COLUMNS: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
         head = tl.program_id(0) // (num_blocks + 2 * NUM_COLUMNS)

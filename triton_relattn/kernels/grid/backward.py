@@ -72,6 +72,7 @@ def grid_dq_kernel(
     sums: call.Sums. Those of dS are as the rounded delta leaves them; less ``corrections`` times those of P they are exact.
     Grid: (query blocks * batch * heads,), query blocks fastest.
     """
+    # The block's queries [M, D]; out and dO [M, Dv], and delta = rowsum(out * dO) [M] from them
     row_start, head, place = locate_queries(common.sequences, common.window, num_heads, TILE.block_m)
     tile_m = tl.arange(0, TILE.block_m)
     offs_m = row_start + tile_m
@@ -86,6 +87,7 @@ def grid_dq_kernel(
     out = load_rows(outs, row_start, tile_m, valid_m, SHAPE.value_dim, SHAPE.block_dv)
     delta = row_products(out.to(tl.float32), d_out, tile_m, TILE)
     row_max, log_sum = load_softmax_stats(per_query.softmax_stats, place, head, offs_m, valid_m)
+    # Where the queries lie on the grid; those before it have no terms
     places, exist = on_grid(offs_m, valid_m, key_grid)
 
     # Sums of dS [M] and of dS K [M, D]
@@ -94,21 +96,22 @@ def grid_dq_kernel(
     nothing = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
     scale = exponent_scale(common.scaling, None)
 
+    # Strip by strip, tile by tile, as the forward
     for number in range(first_strip(key_grid), key_grid.strips):
         strip = strip_at(number, key_grid, place.num_keys, CUT)
-        column_terms = load_column_terms(key_grid, place.entry, head, strip, offs_m, valid_m, CUT)
+        column_terms = load_column_terms(key_grid, place.entry, head, strip, offs_m, valid_m, CUT)  # [M, columns]
         if sums is not None:
             d_columns = tl.full([TILE.block_m, CUT.columns], 0.0, tl.float32)
             p_columns = tl.full([TILE.block_m, CUT.columns], 0.0, sums.p_columns[0].dtype.element_ty)
         for line in tl.range(0, strip.lines, CUT.lines):
-            row_terms = load_row_terms(key_grid, place.entry, head, strip, line, offs_m, valid_m, CUT)
+            row_terms = load_row_terms(key_grid, place.entry, head, strip, line, offs_m, valid_m, CUT)  # [M, lines]
             start, rows, valid_n = tile_keys(strip, line, CUT)
-            key = load_rows(keys, start, rows, valid_n, SHAPE.head_dim, SHAPE.block_d)
+            key = load_rows(keys, start, rows, valid_n, SHAPE.head_dim, SHAPE.block_d)  # [N, D]
             # P = exp(S - lse), dP = dO V^T, dS = P (dP - delta): all [M, N]
             scores = tile_scores(query, key, nothing, TILE)
             scores = with_terms(scores, row_terms, column_terms, CUT)
             probs = probabilities(scores, None, valid_n[None, :], scale, row_max, log_sum)
-            value = load_rows(values, start, rows, valid_n, SHAPE.value_dim, SHAPE.block_dv)
+            value = load_rows(values, start, rows, valid_n, SHAPE.value_dim, SHAPE.block_dv)  # [N, Dv]
             d_probs = tile_scores(d_out, value, nothing, TILE)
             keep = None
             if common.dropout.seed is not None:
@@ -126,10 +129,12 @@ def grid_dq_kernel(
                 row = number * key_grid.height + line
                 tl.store(row_pointers(sums.d_rows, place.entry, head, row, places, CUT), d_rows, mask=wanted)
                 tl.store(row_pointers(sums.p_rows, place.entry, head, row, places, CUT), p_rows, mask=wanted)
+            # dQ += dS K
             if d_queries is not None:
                 # [M, N] @ [N, D] -> [M, D]
                 acc = settled(tl.dot(d_scores.to(key.dtype), key, acc, input_precision=TILE.precision))
 
+        # The strip's sums by column [M, columns], of dS and of P
         if sums is not None:
             wanted = column_mask(strip, exist, CUT)
             d_columns = lane_consistent_columns(d_columns, CUT)
@@ -164,6 +169,7 @@ def grid_dkv_kernel(
 
     Grid: (tiles of keys * batch * heads,), tiles fastest.
     """
+    # This program's tile of keys [N, D] and values [N, Dv], and their gradients
     num_blocks = key_blocks(key_grid, CUT)
     head = tl.program_id(0) // num_blocks % num_heads
     place = locate(common.sequences, common.window, tl.program_id(0) // num_blocks // num_heads)
@@ -190,7 +196,8 @@ def grid_dkv_kernel(
     for row_start in tl.range(0, place.num_queries, TILE.block_m):
         offs_m = row_start + tile_m
         valid_m = offs_m < place.num_queries
-        query = load_rows(queries, row_start, tile_m, valid_m, SHAPE.head_dim, SHAPE.block_d)
+        query = load_rows(queries, row_start, tile_m, valid_m, SHAPE.head_dim, SHAPE.block_d)  # [M, D]
+        # Terms by column [M, columns] and by row [M, lines]
         column_terms = load_column_terms(key_grid, place.entry, head, strip, offs_m, valid_m, CUT)
         row_terms = load_row_terms(key_grid, place.entry, head, strip, line, offs_m, valid_m, CUT)
         row_max, log_sum = load_softmax_stats(per_query.softmax_stats, place, head, offs_m, valid_m)
@@ -201,7 +208,8 @@ def grid_dkv_kernel(
         keep = None
         if common.dropout.seed is not None:
             keep = keep_mask(common.dropout, place.batch, head, offs_m[:, None], offs_n[None, :])
-        d_out = load_rows(d_outs, row_start, tile_m, valid_m, SHAPE.value_dim, SHAPE.block_dv)
+        # dP = dO V^T [M, N]
+        d_out = load_rows(d_outs, row_start, tile_m, valid_m, SHAPE.value_dim, SHAPE.block_dv)  # [M, Dv]
         if d_keys is not None:
             d_probs = tile_scores(d_out, value, nothing, TILE)
         # dV += P^T dO. This product stands between those of dP and dK: the matrix units have work while dS is computed.
@@ -211,11 +219,12 @@ def grid_dkv_kernel(
             d_value = tl.dot(tl.trans(kept_probs.to(d_out.dtype)), d_out, d_value, input_precision=TILE.precision)
         if d_keys is not None:
             # dS = P (dP - delta), dK += dS^T Q
-            delta = tl.load(deltas + offs_m, mask=valid_m, other=0.0)
+            delta = tl.load(deltas + offs_m, mask=valid_m, other=0.0)  # [M]
             d_scores = score_gradients(probs, d_probs, delta, None, keep, common, False).to(query.dtype)
             # [N, M] @ [M, D] -> [N, D]
             d_key = tl.dot(tl.trans(d_scores), query, d_key, input_precision=TILE.precision)
 
+    # Units, and store dK [N, D] and dV [N, Dv].
     if d_keys is not None:
         unit = tl.cast(common.scaling.base_2_scale, tl.float32) * LN_2
         d_keys = head_matrix(d_keys, place.entry, head, 0, SHAPE.wide_index)

@@ -23,6 +23,7 @@ def grid_forward_kernel(
 
     Grid: (query blocks * batch * heads,), query blocks fastest.
     """
+    # The block's queries [M, D]
     row_start, head, place = locate_queries(common.sequences, common.window, num_heads, TILE.block_m)
     tile_m = tl.arange(0, TILE.block_m)
     offs_m = row_start + tile_m
@@ -47,20 +48,23 @@ def grid_forward_kernel(
             row_terms = load_row_terms(key_grid, place.entry, head, strip, line, offs_m, valid_m, CUT)
             start, rows, valid_n = tile_keys(strip, line, CUT)
             # S = Q K^T [M, N], and the terms
-            key = load_rows(keys, start, rows, valid_n, SHAPE.head_dim, SHAPE.block_d)
+            key = load_rows(keys, start, rows, valid_n, SHAPE.head_dim, SHAPE.block_d)  # [N, D]
             scores = tile_scores(query, key, nothing, TILE)
             scores = with_terms(scores, row_terms, column_terms, CUT)
             if not CUT.is_even:
                 scores = tl.where(valid_n[None, :], scores, -float("inf"))
             # P = exp(S - maximum) [M, N]; sums so far are rescaled if the maximum moves.
             probs, row_max, row_sum, rescale = softmax_update(scores, None, row_max, row_sum, scale)
+            # Dropout, after the sum of the row: the softmax is that of all keys. Its factor comes at the end.
             if common.dropout.seed is not None:
                 offs_n = start + rows
                 probs = tl.where(keep_mask(common.dropout, place.batch, head, offs_m[:, None], offs_n[None, :]), probs, 0.0)
-            value = load_rows(values, start, rows, valid_n, SHAPE.value_dim, SHAPE.block_dv)
+            # out += P V
+            value = load_rows(values, start, rows, valid_n, SHAPE.value_dim, SHAPE.block_dv)  # [N, Dv]
             # [M, N] @ [N, Dv] -> [M, Dv]
             acc = tl.dot(probs.to(value.dtype), value, acc * rescale[:, None], input_precision=TILE.precision)
 
+    # Divide by the sum, and store: out [M, Dv], and for the backward the maximum and log2 of the sum, [M] each.
     acc /= row_sum[:, None]
     if common.dropout.seed is not None:
         acc *= tl.cast(common.dropout.keep_scale, tl.float32)

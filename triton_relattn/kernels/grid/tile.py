@@ -90,7 +90,7 @@ def block_at(block, grid, CUT: tl.constexpr):
     if grid.prefix is None:
         return block // strip_tiles, block % strip_tiles * CUT.lines
     else:
-        inside = block - blocks_before(grid, CUT)
+        inside = block - blocks_before(grid, CUT)  # the tiles before the grid come first
         number = tl.where(inside < 0, -1, inside // strip_tiles)
         return number, tl.where(inside < 0, block, inside % strip_tiles) * CUT.lines
 
@@ -98,6 +98,7 @@ def block_at(block, grid, CUT: tl.constexpr):
 @triton.jit
 def tile_keys(strip, line, CUT: tl.constexpr):
     """Return (first key, keys from there on [N], mask of those that exist) of the tile that begins with a line of a strip."""
+    # Line by line: key n is at line n // columns and column n % columns of the tile.
     tile_n = tl.arange(0, CUT.lines * CUT.columns)
     rows = tile_n // CUT.columns * strip.pitch + tile_n % CUT.columns
     start = strip.origin + line * strip.pitch
@@ -153,7 +154,7 @@ def load_column_terms(grid, entry, head, strip, offs_m, valid_m, CUT: tl.constex
     """Load the terms of queries by column of a strip, [M, columns]."""
     places, exist = on_grid(offs_m, valid_m, grid)
     pointers = column_pointers(grid.column_terms, entry, head, strip, places, CUT)
-    return tl.load(pointers, mask=column_mask(strip, exist, CUT), other=0.0)
+    return tl.load(pointers, mask=column_mask(strip, exist, CUT), other=0.0)  # [M, columns]
 
 
 @triton.jit
@@ -161,7 +162,7 @@ def load_row_terms(grid, entry, head, strip, line, offs_m, valid_m, CUT: tl.cons
     """Load the terms of queries by row of a tile's lines, [M, lines]."""
     places, exist = on_grid(offs_m, valid_m, grid)
     pointers = row_pointers(grid.row_terms, entry, head, line, places, CUT)
-    return tl.load(pointers, mask=row_mask(strip, line, exist, CUT), other=0.0)
+    return tl.load(pointers, mask=row_mask(strip, line, exist, CUT), other=0.0)  # [M, lines]
 
 
 @triton.jit
@@ -170,6 +171,7 @@ def with_terms(products, row_terms, column_terms, CUT: tl.constexpr):
     if CUT.lines == 1:
         return products - column_terms - row_terms
     else:
+        # The products as [M, lines, columns], less terms [M, 1, columns] and [M, lines, 1]
         by_place = tl.reshape(products, [products.shape[0], CUT.lines, CUT.columns])
         return tl.reshape(by_place - column_terms[:, None, :] - row_terms[:, :, None], products.shape)
 
@@ -180,8 +182,8 @@ def sums_by_place(tile, CUT: tl.constexpr):
     if CUT.lines == 1:
         return lane_consistent(tl.sum(tile, axis=1), CUT.columns)[:, None], tile
     else:
-        by_place = tl.reshape(tile, [tile.shape[0], CUT.lines, CUT.columns])
-        line_sums = tl.sum(by_place, axis=2)
+        by_place = tl.reshape(tile, [tile.shape[0], CUT.lines, CUT.columns])  # [M, N] -> [M, lines, columns]
+        line_sums = tl.sum(by_place, axis=2)  # [M, lines]
         return tl.max(tl.broadcast_to(line_sums[:, :, None], by_place.shape), axis=2), tl.sum(by_place, axis=1)
 
 

@@ -11,7 +11,7 @@ tile. The term of query m = W * group + m' and key n = W * half + n' of the tile
 
 Two steps compute it: rotate each row by m' within its chunks, then take each element from ``group + wraps`` chunks ago. The state
 that is carried to the next tile is rotated already, so no block is multiplied or rotated twice. The gradient of the scores goes
-the same way back. DERIVATION.md explains all of it.
+the same way back. DERIVATION.md explains all of it. D, in shapes, is the width of the table's rows.
 
 Here a row is rotated by a gather, which any GPU can do. Where TILE.rotation is "registers", the four steps (pack, rotate, delay,
 unpack) are those of registers.py, without shared memory.
@@ -43,7 +43,7 @@ def row_indices(table, relative_position, offsets, TILE: tl.constexpr):
     one."""
     start = relative_position - table.first
     rows = offsets
-    if TILE.coverage == "clamp":
+    if TILE.coverage == "clamp":  # the nearer end row
         rows = tl.minimum(tl.maximum(start + rows, 0), table.last - table.first)
         start = 0
         exists = rows >= 0  # none if last is before first
@@ -55,7 +55,7 @@ def row_indices(table, relative_position, offsets, TILE: tl.constexpr):
 @triton.jit
 def table_rows(table, relative_position, TILE: tl.constexpr):
     """Load the table rows [N, D] of N successive relative positions. Beyond first and last: the end row, or zeros."""
-    start, rows, exists = row_indices(table, relative_position, key_order(TILE), TILE)
+    start, rows, exists = row_indices(table, relative_position, key_order(TILE), TILE)  # rows, exists: [N]
     return load_rows(table.matrix, start, rows, exists, TILE.width, TILE.block_width)
 
 
@@ -72,8 +72,8 @@ def table_block(query, table, relative_position, TILE: tl.constexpr):
     """Compute the terms [M, N] of the queries at N successive relative positions: products with the rows, and the bias. For the
     gather, terms are rounded here, as rotations in registers round them."""
     if TILE.has_matrix:
+        # q . E: [M, D] @ [D, N] -> [M, N]
         rows = table_rows(table, relative_position, TILE)
-        # [M, D] @ [D, N] -> [M, N]
         block = tl.dot(query, tl.trans(rows), input_precision=TILE.precision)
         if TILE.has_scale:
             block *= tl.cast(table.scale, tl.float32)
@@ -81,8 +81,9 @@ def table_block(query, table, relative_position, TILE: tl.constexpr):
         block = tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32)
     if TILE.has_bias:
         bias = bias_at(table, relative_position, key_order(TILE), TILE) * tl.cast(table.bias_scale, tl.float32)
-        block += bias[None, :]
+        block += bias[None, :]  # a column is one position: [M, N] + [1, N]
     if TILE.rotation == "gather" and TILE.round_terms:
+        # By the same instruction: [M, N] -> words [M, N / 2] of two elements -> [M, N]
         low, high = tl.split(tl.reshape(block, (TILE.block_m, TILE.block_n // 2, 2)))
         low, high = registers.unpack(registers.pack(low, high, tl.float16, True), tl.float16)
         block = tl.reshape(tl.join(low, high), (TILE.block_m, TILE.block_n)).to(tl.float32)
@@ -132,6 +133,7 @@ def rotate(packed, TILE: tl.constexpr, BACK: tl.constexpr = False):
         CHUNKS: tl.constexpr = TILE.block_n // W
         m = tl.arange(0, M)[:, None, None]
         n = tl.arange(0, W)[None, None, :]
+        # Along the columns of each chunk: [M, N] -> [M, CHUNKS, W], gathered, -> [M, N]
         index = tl.broadcast_to((n + m) % W if BACK else (n - m + M) % W, (M, CHUNKS, W))
         return tl.reshape(tl.gather(tl.reshape(packed, (M, CHUNKS, W)), index, axis=2), (M, TILE.block_n))
     else:
@@ -150,12 +152,13 @@ def delay(packed, carried, TILE: tl.constexpr, BACK: tl.constexpr, ROTATED: tl.c
     M: tl.constexpr = TILE.block_m
     W: tl.constexpr = chunk_width(TILE)
     GROUPS: tl.constexpr = M // W
+    # m = W * group + m'. A row lags by its group, and by one chunk more where the rotation by m' goes around its end.
     m = tl.arange(0, M)[:, None]
     n = tl.arange(0, W)[None, :]
     group = GROUPS - 1 - m // W if BACK else m // W
-    if not ROTATED:
+    if not ROTATED:  # column n will be at n + m'
         wraps = m % W + n >= W
-    elif TILE.rotation == "gather":
+    elif TILE.rotation == "gather":  # column n was at n - m'
         wraps = m % W > n
     else:  # a lane has every fourth column: one number for a row, compared with constants
         wraps = m % W - n % 4 > n // 4 * 4
@@ -164,9 +167,10 @@ def delay(packed, carried, TILE: tl.constexpr, BACK: tl.constexpr, ROTATED: tl.c
 
     if TILE.rotation != "gather":
         return registers.delay(packed, carried, group, wraps, GROUPS)
-    elif GROUPS == 1:
+    elif GROUPS == 1:  # one chunk a tile: of this one, or of the one before
         return tl.where(wraps, carried[1], packed), (packed, packed)
     else:
+        # [M, N] -> two chunks [M, W], delayed, -> [M, N]
         low, high = tl.split(tl.permute(tl.reshape(packed, (M, 2, W)), (0, 2, 1)))
         latest, carried = registers.delay((low, high), carried, group, wraps, GROUPS)
         return tl.reshape(tl.permute(tl.join(latest[0], latest[1]), (0, 2, 1)), (M, TILE.block_n)), carried
@@ -177,7 +181,7 @@ def empty_band(TILE: tl.constexpr, DTYPE: tl.constexpr):
     """Return what delay carries before the first tile: chunks of zeros, or words of two elements each."""
     if TILE.rotation == "gather" or DTYPE == tl.float32:
         chunk = tl.full([TILE.block_m, chunk_width(TILE)], 0.0, DTYPE)
-        if TILE.block_m == 2 * TILE.block_n:
+        if TILE.block_m == 2 * TILE.block_n:  # four groups of rows: the last two lag by one tile more
             return chunk, chunk, chunk, chunk
         else:
             return chunk, chunk
@@ -194,7 +198,7 @@ def next_tile(block, carried, TILE: tl.constexpr):
     """Return the terms [M, N] of the tile whose table block is given, right once the M / N blocks before have gone through, and
     the state to carry on."""
     DTYPE: tl.constexpr = term_dtype(TILE)
-    rotated = rotate(pack(block, TILE, DTYPE, True), TILE)
+    rotated = rotate(pack(block, TILE, DTYPE, True), TILE)  # [M, N] as pack has it
     packed, carried = delay(rotated, carried, TILE, BACK=False, ROTATED=True)
     return unpack(packed, TILE, DTYPE).to(tl.float32), carried
 
@@ -204,6 +208,7 @@ def whole_tile(query, table, relative_position, TILE: tl.constexpr):
     """Compute the terms [M, N] of one tile without carried state: M / N + 1 products, and one rotation as the last step."""
     DTYPE: tl.constexpr = term_dtype(TILE)
     carried = empty_band(TILE, DTYPE)
+    # From the earliest block to the tile's own: after that delay each row has its elements, which are rotated together.
     for ago in tl.static_range(TILE.block_m // TILE.block_n, -1, -1):
         block = table_block(query, table, relative_position - ago * TILE.block_n, TILE)
         packed, carried = delay(pack(block, TILE, DTYPE, True), carried, TILE, BACK=False, ROTATED=False)
@@ -235,12 +240,13 @@ def add_tile(acc, tile, table, relative_position, TILE: tl.constexpr):
     DTYPE: tl.constexpr = table.matrix[0].dtype.element_ty
     packed = rotate(pack(tile, TILE, DTYPE), TILE, BACK=True)
     carried = empty_band(TILE, DTYPE)
+    # Block after block, the earliest first: the elements of the tile [M, N], each in the column of its table row
     for ahead in tl.static_range(TILE.block_m // TILE.block_n + 1):
         block, carried = delay(packed, carried, TILE, BACK=True, ROTATED=False)
         rows = table_rows(table, relative_position - TILE.block_m + ahead * TILE.block_n, TILE)
         # [M, N] @ [N, D] -> [M, D]
         acc = tl.dot(unpack(block, TILE, DTYPE), rows, acc, input_precision=TILE.precision)
-        packed = pack(tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32), TILE, DTYPE)
+        packed = pack(tl.full([TILE.block_m, TILE.block_n], 0.0, tl.float32), TILE, DTYPE)  # behind the tile: nothing
     return acc
 
 
@@ -251,6 +257,7 @@ def bias_tile(table, relative_position, TILE: tl.constexpr):
     memory."""
     if TILE.rotation == "gather":
         queries = tl.arange(0, TILE.block_m)[:, None]
+        # The offsets n - m are [M, N].
         return bias_at(table, relative_position, key_order(TILE)[None, :] - queries, TILE)
     else:
         offsets = registers.diagonal_offsets(TILE.warps)
@@ -278,9 +285,10 @@ def far_terms(query, table, TILE: tl.constexpr):
     if TILE.has_matrix:
         column = tl.arange(0, 16)  # the narrowest product that matrix units take; two of its columns are used
         rows = tl.where(column == 0, 0, table.last - table.first)
-        ends = load_rows(table.matrix, 0, rows, rows >= 0, TILE.width, TILE.block_width)
+        ends = load_rows(table.matrix, 0, rows, rows >= 0, TILE.width, TILE.block_width)  # [16, D]
         # [M, D] @ [D, 16] -> [M, 16]
         terms = tl.dot(query, tl.trans(ends), input_precision=TILE.precision)
+        # Columns 0 and 1: [M, 16] -> [M], [M]
         past = tl.sum(tl.where((column == 0)[None, :], terms, 0.0), axis=1)
         future = tl.sum(tl.where((column == 1)[None, :], terms, 0.0), axis=1)
         if TILE.has_scale:
@@ -290,6 +298,7 @@ def far_terms(query, table, TILE: tl.constexpr):
         past = tl.full([TILE.block_m], 0.0, tl.float32)
         future = past
     if TILE.has_bias:
+        # A bias is a scalar for all queries.
         last = (table.last - table.first) * table.bias[1]
         past += tl.load(table.bias[0]).to(tl.float32) * tl.cast(table.bias_scale, tl.float32)
         future += tl.load(table.bias[0] + last).to(tl.float32) * tl.cast(table.bias_scale, tl.float32)
@@ -301,7 +310,7 @@ def far_terms(query, table, TILE: tl.constexpr):
 @triton.jit
 def add_far_tile(past, future, tile, is_past):
     """Add the sum over a tile's far keys to that of the past or that of the future, two [M]."""
-    sums = tl.sum(tile, axis=1)
+    sums = tl.sum(tile, axis=1)  # [M, N] -> [M]
     return past + tl.where(is_past, sums, 0.0), future + tl.where(is_past, 0.0, sums)
 
 
@@ -313,9 +322,10 @@ def add_end_rows(acc, past, future, table, lowest, highest, TILE: tl.constexpr):
     # Not (columns < TILE.width) & reached: a vector with a scalar is a mask that the interpreter of Triton 3.9 rejects.
     first_width = tl.where(lowest <= tl.minimum(table.first, highest), TILE.width, 0)
     last_width = tl.where(highest >= tl.maximum(table.last, lowest), TILE.width, 0)
-    first_row = tl.load(pointers, mask=columns < first_width, other=0.0)
+    first_row = tl.load(pointers, mask=columns < first_width, other=0.0)  # [D]
     pointers += tl.cast(table.last - table.first, tl.int64) * table.matrix[1]
-    last_row = tl.load(pointers, mask=columns < last_width, other=0.0)
+    last_row = tl.load(pointers, mask=columns < last_width, other=0.0)  # [D]
+    # Of each query the sum [M, 1] times the row [1, D]
     acc += past[:, None] * first_row.to(tl.float32)[None, :]
     return acc + future[:, None] * last_row.to(tl.float32)[None, :]
 
@@ -326,6 +336,7 @@ def add_end_rows(acc, past, future, table, lowest, highest, TILE: tl.constexpr):
 @triton.jit
 def reached_positions(first_query, last_query, place, window):
     """Return the (lowest, highest) relative position of pairs that the queries see; highest < lowest if there are none."""
+    # r = j - i - query_offset: the first key to the last query, and the last key to the first query
     lowest = -last_query - place.query_offset
     highest = tl.where(place.num_keys > 0, place.num_keys - 1 - first_query - place.query_offset, lowest - 1)
     if window[1] is not None:
@@ -339,7 +350,7 @@ def reached_positions(first_query, last_query, place, window):
 def reached_table(table, lowest, highest, TILE: tl.constexpr):
     """Return the part of a table that positions from lowest to highest use, without its bias: 0 times another row may be NaN."""
     matrix, first, last = table.matrix, table.first, table.last
-    if TILE.coverage == "clamp":
+    if TILE.coverage == "clamp":  # positions beyond an end use its row
         new_first = tl.minimum(tl.maximum(first, lowest), last)
         new_last = tl.where(lowest <= highest, tl.maximum(tl.minimum(last, highest), first), new_first - 1)
         start = new_first

@@ -45,12 +45,14 @@ def locate(sequences, window, batch):
         query_offset = sequences.query_offset
     else:
         query_offset = tl.load(sequences.query_offsets + batch).to(tl.int32)
+    # A batch entry, whose keys may be padded
     if sequences.cu_seqlens_q is None:
         entry, query_start, key_start = batch, 0, 0
         num_queries, key_rows = sequences.max_seqlen_q, sequences.max_seqlen_k
         num_keys = key_rows
         if sequences.key_lengths is not None:  # limited to [0, Nk]
             num_keys = tl.minimum(tl.maximum(tl.load(sequences.key_lengths + batch), 0), num_keys).to(tl.int32)
+    # A sequence of a pack: rows of the only batch entry
     else:
         entry = 0
         query_start = tl.load(sequences.cu_seqlens_q + batch)
@@ -58,6 +60,7 @@ def locate(sequences, window, batch):
         num_queries = (tl.load(sequences.cu_seqlens_q + batch + 1) - query_start).to(tl.int32)
         key_rows = (tl.load(sequences.cu_seqlens_k + batch + 1) - key_start).to(tl.int32)
         num_keys = tl.where(num_queries > 0, key_rows, 0)  # of those that nobody sees none is read
+    # The keys between what the first query sees of the past and the last one of the future
     first_key = 0
     if window[0] is not None:
         first_key = tl.maximum(query_offset - window[0], 0)
@@ -114,6 +117,7 @@ def side_vector(tensor, entry, head, side, first_row):
 def row_pointers(matrix, start, rows, valid, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
     """Return pointers [rows, BLOCK_WIDTH] to rows start + rows, and the mask of valid rows and, if padded, existing columns.
     start is a scalar, so that only one product has 64 bits."""
+    # A scalar + ([rows, 1] + [1, BLOCK_WIDTH])
     columns = tl.arange(0, BLOCK_WIDTH)
     first_row = matrix[0] + tl.cast(start, tl.int64) * matrix[1]
     pointers = first_row + (rows[:, None] * matrix[1] + columns[None, :] * matrix[2])
@@ -129,7 +133,7 @@ def load_rows(matrix, start, rows, valid, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.c
     pointers, mask = row_pointers(matrix, start, rows, valid, WIDTH, BLOCK_WIDTH)
     # Past L1, where spilled registers lie. NVIDIA's copies to shared memory go past it, too; AMD's GPUs take this as "used once".
     CACHE: tl.constexpr = ".cg" if is_cuda() else ""
-    return tl.load(pointers, mask=mask, other=0.0, cache_modifier=CACHE)
+    return tl.load(pointers, mask=mask, other=0.0, cache_modifier=CACHE)  # [rows, BLOCK_WIDTH]
 
 
 @triton.jit
@@ -138,7 +142,7 @@ def store_rows(matrix, start, rows, valid, tile, WIDTH: tl.constexpr, BLOCK_WIDT
     if ADDS:
         tile += load_rows(matrix, start, rows, valid, WIDTH, BLOCK_WIDTH)
     pointers, mask = row_pointers(matrix, start, rows, valid, WIDTH, BLOCK_WIDTH)
-    tl.store(pointers, tile.to(matrix[0].dtype.element_ty), mask=mask)
+    tl.store(pointers, tile.to(matrix[0].dtype.element_ty), mask=mask)  # [rows, BLOCK_WIDTH]
 
 
 @triton.jit
@@ -167,14 +171,14 @@ def key_order(TILE: tl.constexpr):
 
 @triton.jit
 def store_past_future(tensor, entry, head, first_row, offsets, valid, past, future):
-    """Store two numbers of each valid query or key, as side 0 and side 1 of a (B, H, 2, N) tensor."""
+    """Store two numbers of each valid query or key, two [M] or [N], as side 0 and side 1 of a (B, H, 2, N) tensor."""
     tl.store(side_vector(tensor, entry, head, 0, first_row) + offsets, past, mask=valid)
     tl.store(side_vector(tensor, entry, head, 1, first_row) + offsets, future, mask=valid)
 
 
 @triton.jit
 def load_past_future(tensor, entry, head, first_row, offsets, valid):
-    """Load what store_past_future has stored."""
+    """Load what store_past_future has stored, two [M] or [N]."""
     past = tl.load(side_vector(tensor, entry, head, 0, first_row) + offsets, mask=valid, other=0.0)
     future = tl.load(side_vector(tensor, entry, head, 1, first_row) + offsets, mask=valid, other=0.0)
     return past, future
@@ -188,11 +192,11 @@ def store_end_rows(ends, head, sequence, block, valid, past, future, vectors, WI
     rows = ends[0] + tl.cast(head, tl.int64) * strides[0] + tl.cast(sequence, tl.int64) * strides[1] + block * strides[2]
     columns = tl.arange(0, BLOCK_WIDTH)
     for SIDE in tl.static_range(2):
-        sums = tl.where(valid, past if SIDE == 0 else future, 0.0)
+        sums = tl.where(valid, past if SIDE == 0 else future, 0.0)  # [M]
         if vectors is None:
-            tl.store(rows + SIDE, tl.sum(sums, axis=0))
+            tl.store(rows + SIDE, tl.sum(sums, axis=0))  # [M] -> one number
         else:
-            # What no pair has met may be NaN.
+            # sum_m sums[m] vectors[m]: [M, 1] * [M, WIDTH] -> [WIDTH]. What no pair has met may be NaN.
             row = tl.sum(tl.where(sums[:, None] == 0.0, 0.0, sums[:, None] * vectors.to(tl.float32)), axis=0)
             # Copies of a sum may differ, as in logits.lane_consistent.
             row = tl.max(tl.broadcast_to(row[None, :], vectors.shape), axis=0)
@@ -226,12 +230,14 @@ def visible(offs_m, offs_n, place, window):
 def keep_mask(dropout, batch, head, offs_m, offs_n):
     """Return the mask of the pairs that are not dropped, for indices that broadcast; _core/dropout.py does the same in torch."""
     seed = tl.load(dropout.seed)
+    # A part of a larger call: which sequence it is there, and where its heads, queries and keys begin
     if dropout.origins is not None:
         origins = dropout.origins + batch * 4
         batch = tl.load(origins).to(tl.int32)
         head += tl.load(origins + 1).to(tl.int32)
         offs_m += tl.load(origins + 2).to(tl.int32)
         offs_n += tl.load(origins + 3).to(tl.int32)
+    # Each call of the generator has 4 words, for 4 successive keys of a query; a pair is kept if its word is large enough.
     word_0, word_1, word_2, word_3 = tl.philox(seed, offs_n >> 2, offs_m, head, batch, DROPOUT_ROUNDS)
     even = tl.where(offs_n & 2 == 0, word_0, word_2)
     odd = tl.where(offs_n & 2 == 0, word_1, word_3)
@@ -295,6 +301,7 @@ def near_keys(row_start, first, last, query_offset, BLOCK_M: tl.constexpr, BLOCK
 
     Tiles before start have only r < first, tiles from stop on only r > last. There the term is one number per query, or nothing.
     """
+    # The last key at which a tile with only r < first can begin, and the first one at which a tile with only r > last can
     last_past = first + row_start + query_offset - BLOCK_N
     first_future = last + row_start + BLOCK_M + query_offset
     start = tl.maximum(last_past + BLOCK_N, 0) // BLOCK_N * BLOCK_N
@@ -311,8 +318,10 @@ def clamp_margin(block_m, block_n):
 @triton.jit
 def key_range(row_start, last_query, first, last, place, window, TILE: tl.constexpr):
     """Return (first, stop, near start, near stop) of the keys that queries from row_start to last_query see."""
+    # The keys that the window and the lengths leave
     key_first = first_key(row_start, place, window, TILE.block_n)
     key_stop = last_key(last_query, place, window)
+    # Of these, the tiles that the table has rows for: none, all, or those between its ends
     near_start = key_first
     near_stop = key_first if TILE.coverage == "no table" else key_stop
     if TILE.coverage == "clamp" or TILE.coverage == "zero":

@@ -47,11 +47,11 @@ class Keys(NamedTuple):
 def score_table(inputs, common, head, first, last, SHAPE: tl.constexpr, TILE: tl.constexpr):
     """Return the table of one head whose rows, and biases, are added to the scores."""
     matrix, scale, bias = 0, 1.0, 0
-    if TILE.has_matrix:
+    if TILE.has_matrix:  # rel_key (H or 1, R, Dr)
         matrix = head_matrix(inputs.rel_key, 0, head, 0, SHAPE.wide_index)
     if TILE.has_scale:
         scale = common.scaling.rel_scale
-    if TILE.has_bias:
+    if TILE.has_bias:  # rel_bias (H or 1, R)
         pointer, strides = inputs.rel_bias
         bias = pointer + tl.cast(head, tl.int64) * strides[1], strides[2]
     return Table(matrix, scale, bias, common.scaling.bias_scale, first, last)
@@ -68,7 +68,8 @@ def key_table(inputs, common, head, first, last, SHAPE: tl.constexpr, TILE: tl.c
     """Return rel_p2c of one head as keys see it, upside down: its rows, of first to last, are then those of -last to -first."""
     matrix, scale, bias = 0, 1.0, 0
     if TILE.key_tile is not None:
-        pointer, row_stride, column_stride = head_matrix(inputs.rel_p2c, 0, head, 0, SHAPE.wide_index)
+        pointer, row_stride, column_stride = head_matrix(inputs.rel_p2c, 0, head, 0, SHAPE.wide_index)  # (R, D)
+        # From the last row on, with a negative stride
         matrix = pointer + tl.cast(last - first, tl.int64) * row_stride, -row_stride, column_stride
         if TILE.key_tile.has_scale:
             scale = common.scaling.rel_scale
@@ -91,7 +92,7 @@ def relative_terms(queries, keys, carried, keys_carried, relative, is_past, plac
     if PART == NEAR and TILE.key_tile is not None:
         key_terms, keys_carried = next_key_terms(keys.natural, keys.table, keys_carried, relative, TILE)
         terms += key_terms
-    elif keys.far_keys is not None:
+    elif keys.far_keys is not None:  # beyond the table: one number per key [N]
         terms += far_key_terms(keys.far_keys, place, head, is_past, keys.indices, keys.valid)[None, :]
     return terms, carried, keys_carried
 
@@ -120,13 +121,15 @@ def tile_logits(
     for all keys.
     """
     if queries.far_term is not None and not is_linear(common.scaling.softcap, mask):
-        terms += queries.far_term[:, None]
+        terms += queries.far_term[:, None]  # [M, N] + [M, 1]
+    # S = Q K^T + terms
     scores = tile_scores(query, key, terms, TILE)
     # A bias is added to the product, so that its loads run beside it; by fma, else Triton adds it before.
     if PART == NEAR and TILE.has_bias and not TILE.has_matrix:
         scale = tl.broadcast_to(tl.cast(queries.table.bias_scale, tl.float32), scores.shape)
         scores = tl.fma(bias_tile(queries.table, relative, TILE), scale, scores)
-    offs_m, offs_n = queries.indices[:, None], keys.indices[None, :]
+    # Which pairs are seen [M, N]: causality, window, lengths
+    offs_m, offs_n = queries.indices[:, None], keys.indices[None, :]  # [M, 1], [1, N]
     is_visible = visible(offs_m, offs_n, place, common.window)
     if CHECKS_QUERIES or mask is not None:
         is_visible = is_visible & queries.valid[:, None]
@@ -168,7 +171,7 @@ def tanh(x):
 
 @triton.jit
 def mask_values(matrix, offs_m, offs_n, exists):
-    """Load a mask of bools or numbers, (pointer, row stride, column stride), at the pairs that exist; 0 for the others."""
+    """Load a mask [M, N] of bools or numbers, (pointer, row stride, column stride), at the pairs that exist; 0 for the others."""
     pointers = matrix[0] + (offs_m.to(tl.int64) * matrix[1] + offs_n.to(tl.int64) * matrix[2])
     return tl.load(pointers, mask=exists, other=0)
 
@@ -181,8 +184,10 @@ def apply_softcap_and_mask(scores, is_visible, offs_m, offs_n, mask, scaling):
     mask: the matrix of attn_mask, or None. If there is one, ``is_visible`` must be false for queries that do not exist.
     """
     slope = scores  # not used without a softcap
+    # Scores to logits: times scale
     if scaling.softcap is not None or is_additive(mask):
         scores = scores * (tl.cast(scaling.base_2_scale, tl.float32) * LN_2)
+    # c tanh(x / c), whose slope is 1 - tanh(x / c)**2
     if scaling.softcap is not None:
         softcap = tl.cast(scaling.softcap, tl.float32)
         ratio = tanh(scores * (1.0 / softcap))
@@ -190,7 +195,7 @@ def apply_softcap_and_mask(scores, is_visible, offs_m, offs_n, mask, scaling):
         slope = 1.0 - ratio * ratio
     if mask is not None:
         values = mask_values(mask, offs_m, offs_n, is_visible)
-        if is_additive(mask):
+        if is_additive(mask):  # numbers: -inf hides a pair
             scores += values.to(tl.float32)
             is_visible = is_visible & (scores != -float("inf"))
         else:
@@ -218,9 +223,9 @@ def rel_unit(scaling):
     return unit
 
 
-# The maximum is subtracted before anything is scaled, since the difference of close numbers is exact, and it is stored apart
-# from the logarithm of the sum. In one number, the log-sum-exp, a large maximum would leave no digits for that logarithm; and
-# scaled scores have no digits left for their differences. exp(logits - lse) of a row could sum to anything.
+# Softmax. The maximum is subtracted before anything is scaled, since the difference of close numbers is exact, and it is stored
+# apart from the logarithm of the sum. In one number, the log-sum-exp, a large maximum would leave no digits for that logarithm;
+# and scaled scores have no digits left for their differences. exp(logits - lse) of a row could sum to anything.
 
 
 @triton.jit
@@ -228,6 +233,7 @@ def softmax_update(scores, beyond, row_max, row_sum, scale):
     """Take one step of the online softmax of scale * scores, in base 2. Return the probabilities [M, N], not yet divided by their
     sum, the new maximum and sum [M], and the factor [M] for earlier sums. The maximum is that of scores before scaling, since the
     scale is positive. beyond: a number per query [M] that its scores lack, or None."""
+    # The maximum so far [M], of scores with what they lack
     tile_max = tl.max(scores, axis=1)
     new_max = tile_max
     if beyond is not None:
@@ -236,11 +242,12 @@ def softmax_update(scores, beyond, row_max, row_sum, scale):
     new_max = tl.maximum(row_max, new_max)
     # A row that has seen nothing yet keeps -inf as its maximum; subtracting 0 instead leaves its exponentials at 0.
     shift = tl.where(new_max == -float("inf"), 0.0, new_max)
+    # What was summed with the old maximum takes this factor [M].
     rescale = tl.exp2((row_max - shift) * scale)
     if beyond is not None:
         # Rounded, the difference may lie below the tile's maximum. The backward limits exponents to 0: none may be larger here.
         shift = tl.maximum(shift - beyond, tile_max, propagate_nan=tl.PropagateNan.ALL)
-    probs = tl.exp2((scores - shift[:, None]) * scale)
+    probs = tl.exp2((scores - shift[:, None]) * scale)  # [M, N]
     return probs, new_max, row_sum * rescale + tl.sum(probs, axis=1), rescale
 
 
@@ -262,9 +269,9 @@ def probabilities(scores, beyond, is_visible, scale, row_max, log_sum):
     1e4, by 1e5 with logits of 1e12. Their exponential could be anything, even infinity, so scores are limited to the maximum.
     A query that meets NaN still gets NaN: its sum is NaN.
     """
-    if beyond is not None:
+    if beyond is not None:  # the maximum of the scores without it
         row_max -= beyond
-    row_max = row_max[:, None]
+    row_max = row_max[:, None]  # [M, 1]
     exceeding = tl.minimum(scores, row_max) - row_max
     return tl.where(is_visible, tl.exp2(exceeding * scale - log_sum[:, None]), 0.0)
 
@@ -276,7 +283,7 @@ def score_gradients(probs, d_probs, delta, is_visible, keep, common, HAS_VALUE_T
     keep: the pairs that dropout keeps, or None. HAS_VALUE_TERM: dP has a term of rel_value, whose row for a hidden pair may be
     NaN.
     """
-    if keep is not None:
+    if keep is not None:  # dP of what dropout keeps
         d_probs = tl.where(keep, d_probs * tl.cast(common.dropout.keep_scale, tl.float32), 0.0)
     if HAS_VALUE_TERM:
         d_probs = tl.where(is_visible, d_probs, 0.0)

@@ -45,11 +45,13 @@ def join_registers(registers, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, WARPS:
     rotate_rows."""
     REPEATS: tl.constexpr = BLOCK_M // (16 * WARPS)
     K: tl.constexpr = WIDTH // 4
+    # Pairs of registers, then pairs of these, ...: one dimension of two more each time
     for _ in tl.static_range(len(registers_shape(BLOCK_M, WIDTH, WARPS)) - 3):
         joined = ()
         for i in tl.static_range(len(registers) // 2):
             joined = joined + (tl.join(registers[i], registers[i + len(registers) // 2]),)
         registers = joined
+    # (warps, row, lane, repeat, half, k) -> (repeat, warps, half, row, k, lane) -> [M, W]
     chunk = tl.permute(tl.reshape(registers[0], (WARPS, 8, 4, REPEATS, 2, K)), (3, 0, 4, 1, 5, 2))
     return tl.reshape(chunk, (BLOCK_M, WIDTH))
 
@@ -69,6 +71,7 @@ def rotate_rows(chunk, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, WARPS: tl.con
     lane = tl.broadcast_to(tl.arange(0, 4)[None, None, :], (WARPS, 8, 4))
     by = row % 4
 
+    # Take the chunk apart: [M, W] -> (warps, row, lane, repeat, half, k), then one register after the other, (warps, row, lane)
     chunk = tl.permute(tl.reshape(chunk, (REPEATS, WARPS, 2, 8, K, 4)), (1, 3, 5, 0, 2, 4))
     registers = (tl.reshape(chunk, SHAPE),)
     for _ in tl.static_range(len(SHAPE) - 3):
@@ -78,16 +81,20 @@ def rotate_rows(chunk, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, WARPS: tl.con
             low, high = low + (first,), high + (second,)
         registers = low + high
 
+    # Rotate by m in steps, m = 16 (WARPS repeat + warp) + 8 half + row; a step of one register is 4 columns.
     rotated = ()
     for i in tl.static_range(2 * REPEATS):
+        # By 16 WARPS repeat + 8 half: other registers, known when compiling
         row_registers = ()
         for k in tl.static_range(K):
             row_registers = row_registers + (registers[i * K + (k + SIGN * (2 * (i % 2) + 4 * WARPS * (i // 2))) % K],)
+        # By 16 warp, bit by bit, and by 4 in the lower half of the 8 rows
         for bit in tl.static_range(4):
             if 4 << bit < K:
                 row_registers = step(row_registers, (warp >> bit) % 2 == 1, SIGN * (4 << bit))
         row_registers = step(row_registers, row >= 4, SIGN)
-        # Each lane sends the register that its target lane needs: the neighbouring one if the target wraps around the quad.
+        # By row % 4: along the lanes of a quad. Each lane sends the register that its target lane needs: the neighbouring one if
+        # the target wraps around the quad.
         row_registers = step(row_registers, lane < by if BACK else lane + by >= 4, SIGN)
         for k in tl.static_range(K):
             rotated = rotated + (tl.gather(row_registers[k], (lane + (by if BACK else 4 - by)) % 4, axis=2),)
@@ -105,6 +112,7 @@ def rotate_rows(chunk, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, WARPS: tl.con
 def diagonal_offsets(WARPS: tl.constexpr):
     """Return n - m on diagonal 0 of each thread, [warps * 8 rows * 4 lanes]; from one diagonal to the next it grows by 4."""
     thread = tl.arange(0, 32 * WARPS)
+    # lane - row - 16 warp
     return thread % 4 - thread // 4 % 8 - 16 * (thread // 32)
 
 
@@ -123,7 +131,9 @@ def join_diagonals(diagonals, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WARP
     for repeat in tl.static_range(BLOCK_M // (16 * WARPS)):
         for half in tl.static_range(2):
             for k in tl.static_range(-2 * half - 4 * WARPS * repeat, K - 2 * half - 4 * WARPS * repeat):
+                # Register k of either chunk; the second chunk lies N / 8 diagonals further.
                 low, high = low + (diagonals[k - FIRST],), high + (diagonals[k + K - FIRST],)
+    # Two chunks [M, N / 2] -> [M, N], whose columns take turns
     low = join_registers(low, BLOCK_M, BLOCK_N // 2, WARPS)
     high = join_registers(high, BLOCK_M, BLOCK_N // 2, WARPS)
     return tl.reshape(tl.join(low, high), (BLOCK_M, BLOCK_N))
@@ -180,6 +190,7 @@ def step_back_words(words, before, once, twice):
 @triton.jit
 def pack_tile(tile, TILE: tl.constexpr, DTYPE: tl.constexpr, SATURATE: tl.constexpr):
     """Return the parts of a tile [M, N]: two chunks or, if DTYPE has 16 bits, words. SATURATE: limit to float16's range."""
+    # In blocks.key_order the columns of the two chunks take turns: [M, N] -> [M, N / 2], [M, N / 2]
     low, high = tl.split(tl.reshape(tile, (TILE.block_m, TILE.block_n // 2, 2)))
     if DTYPE == tl.float32:
         return low, high
@@ -211,18 +222,20 @@ def rotate(parts, TILE: tl.constexpr, BACK: tl.constexpr):
 @triton.jit
 def delay(parts, carried, group, wraps, GROUPS: tl.constexpr):
     """Return the parts that band.delay returns, and the state to carry on; also of the two chunks of a gather."""
+    # A group of rows lags by one chunk more than the group before: two of them by a tile.
     is_odd = group % 2 == 1
-    if len(parts) == 1:
+    if len(parts) == 1:  # words of both chunks
         due = parts[0]
         if GROUPS == 4:  # half of the groups are one whole tile behind
             due = tl.where(group >= 2, carried[1], due)
         latest = (step_back_words(due, carried[0], is_odd | wraps, is_odd & wraps),)
         return latest, ((due, parts[0]) if GROUPS == 4 else (due,))
-    else:
+    else:  # two chunks: the same by selections
         low, high = parts
         due_low, due_high = low, high
         if GROUPS == 4:
             due_low, due_high = tl.where(group >= 2, carried[2], low), tl.where(group >= 2, carried[3], high)
+        # One chunk back for odd groups, and one more where the rotation goes around
         late_low, late_high = tl.where(is_odd, carried[0], due_low), tl.where(is_odd, due_low, due_high)
         latest = tl.where(wraps, carried[1], late_low), tl.where(wraps, late_low, late_high)
         if GROUPS == 4:

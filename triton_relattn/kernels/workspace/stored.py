@@ -30,6 +30,7 @@ def stored_part(first_program, stop_program, sequences, LAYOUT: tl.constexpr, GR
     """Return (first bh, stop bh, first key, stop key) that these programs of the dkv kernel store, bh = sequence * heads + head:
     all keys of some heads, or some keys of the heads that share one key head."""
     num_blocks = tl.cdiv(sequences.max_seqlen_k, LAYOUT.block_n)
+    # Programs are counted block by block of a key head, head by head, sequence by sequence.
     first_bh, stop_bh = first_program // num_blocks * GROUP, tl.cdiv(stop_program, num_blocks) * GROUP
     first_key = first_program % num_blocks * LAYOUT.block_n
     return first_bh, stop_bh, first_key, ((stop_program - 1) % num_blocks + 1) * LAYOUT.block_n
@@ -52,6 +53,7 @@ def table_share(first_position, BLOCK_ROWS: tl.constexpr, num_blocks, common, nu
     Most queries have a key at the middle of all positions, fewer the farther away. Blocks with the longest loops come first.
     """
     sequences, window = common.sequences, common.window
+    # The block of the middle position, which the window limits
     middle = (sequences.max_seqlen_k - sequences.max_seqlen_q) // 2
     if sequences.query_offsets is None:
         middle -= sequences.query_offset
@@ -60,6 +62,7 @@ def table_share(first_position, BLOCK_ROWS: tl.constexpr, num_blocks, common, nu
     if window[1] is not None:
         middle = tl.minimum(middle, window[1])
     middle = tl.minimum(tl.maximum(middle - first_position, 0) // BLOCK_ROWS, num_blocks - 1)
+    # program_id = (order * tables + table head) * splits + split
     num_tables = num_heads if PER_HEAD else 1
     num_splits = tl.num_programs(0) // (num_blocks * num_tables)
     number = tl.program_id(0) // num_splits
@@ -119,14 +122,15 @@ def store_tile(matrix, tile, row_start, tile_m, valid_m, column, TILE: tl.conste
     N: tl.constexpr = TILE.block_n
     if TILE.rotation != "gather":
         tile = tl.reshape(tl.permute(tl.reshape(tile, (M, N // 2, 2)), (0, 2, 1)), (M, N))
+    # Pointers [M, 1] + [1, N] to the rows of the queries
     columns = tl.multiple_of(column, ALIGNMENT) + tl.arange(0, N)
     pointers = matrix[0] + tl.cast(row_start, tl.int64) * matrix[1] + (tile_m[:, None] * matrix[1] + columns[None, :])
     if LAYOUT.is_band:
         # Limits that the compiler knows to be multiples of 16 leave 16 bytes together.
         in_band = (columns >= 0) & (columns < tl.multiple_of(matrix[1], ALIGNMENT))
-        tl.store(pointers, tile, mask=valid_m[:, None] & in_band[None, :])
+        tl.store(pointers, tile, mask=valid_m[:, None] & in_band[None, :])  # [M, N]
     else:
-        tl.store(pointers, tile, mask=valid_m[:, None])
+        tl.store(pointers, tile, mask=valid_m[:, None])  # [M, N]
 
 
 @triton.constexpr_function
@@ -152,6 +156,7 @@ def load_tile(matrix, offs_m, keys, column_keys, low, high, BLOCK_N: tl.constexp
     STEP: tl.constexpr = query_step(matrix[0].dtype.element_ty.primitive_bitwidth)
     keys = (keys + tl.zeros_like(offs_m)) // STEP * STEP  # changes nothing: so the compiler knows that they are multiples
     starts = tl.multiple_of(offs_m * matrix[1] + (keys - column_keys), STEP)
+    # Query m has the keys keys[m] + n: [M, 1] + [1, N]
     tile_keys = keys[:, None] + tl.arange(0, BLOCK_N)[None, :]
     pointers = matrix[0] + (starts[:, None] + tl.arange(0, BLOCK_N)[None, :])
-    return tl.load(pointers, mask=(tile_keys >= low) & (tile_keys < high), other=0.0)
+    return tl.load(pointers, mask=(tile_keys >= low) & (tile_keys < high), other=0.0)  # [M, N]
