@@ -90,7 +90,10 @@ def test_tables_about_as_long_as_the_call(table: str, outside: str, way: Way) ->
 @pytest.mark.parametrize("mask", [None, "float32"])
 @pytest.mark.parametrize(
     "of_sequences",
-    [{"query_offset": (0, 3, -4)}, {"key_lengths": (20, 5, 12)}, {"query_offset": (5, 5, 2), "key_lengths": (9, 20, 1)}],
+    [
+        *({"query_offset": (0, 3, -4)}, {"key_lengths": (20, 5, 12)}, {"query_offset": (5, 5, 2), "key_lengths": (9, 20, 1)}),
+        {"query_offset": (20, 0, -20), "window_size": (-1, 4), "blocks": 7},
+    ],
 )
 def test_what_differs_by_sequence(of_sequences: dict[str, Any], mask: str | None, way: Way) -> None:
     """Lengths and offsets of sequences, with values so few that probabilities are kept for the backward."""
