@@ -71,7 +71,7 @@ def test_one_visible_key_has_probability_one(kind: str, visible: str, rounded: b
 
 @pytest.mark.parametrize("kind", ["full", "clamp", "softcap", "mask"])
 @pytest.mark.parametrize(
-    "deviation", [100, 1e4, *(pytest.param(value, marks=pytest.mark.slow) for value in (1, 10, 30, 1e3, 1e8))]
+    "deviation", [100, 1e4, 1e8, *(pytest.param(value, marks=pytest.mark.slow) for value in (1, 10, 30, 1e3))]
 )
 def test_large_logits(deviation: float, kind: str) -> None:
     """The error rule holds for all gradients with logits of up to 1e17."""

@@ -245,10 +245,22 @@ def softmax_update(scores, beyond, row_max, row_sum, scale):
     # What was summed with the old maximum takes this factor [M].
     rescale = tl.exp2((row_max - shift) * scale)
     if beyond is not None:
-        # Rounded, the difference may lie below the tile's maximum. The backward limits exponents to 0: none may be larger here.
-        shift = tl.maximum(shift - beyond, tile_max, propagate_nan=tl.PropagateNan.ALL)
+        # It may lie below the tile's maximum. The backward limits exponents to 0: none may be larger here.
+        shift = tl.maximum(maximum_without(beyond, shift, scale), tile_max, propagate_nan=tl.PropagateNan.ALL)
     probs = tl.exp2((scores - shift[:, None]) * scale)  # [M, N]
     return probs, new_max, row_sum * rescale + tl.sum(probs, axis=1), rescale
+
+
+@triton.jit
+def maximum_without(term, row_max, scale):
+    """Return the maximum [M] of scores that lack a term [M]. Exponents are to be limited to 0.
+
+    The difference is rounded: of logits beyond 1e9 by more powers of two than float32 has, and if it were too large, all
+    exponentials of a row would be 0. So from 1e7 on it is lowered by its largest error, that of two sums and two differences.
+    """
+    difference = row_max - term
+    error = tl.abs(row_max) * 2.0**-22 + tl.abs(term) * 2.0**-22
+    return tl.where(error * scale > 8.0, difference - error, difference)
 
 
 @triton.jit
@@ -269,8 +281,8 @@ def probabilities(scores, beyond, is_visible, scale, row_max, log_sum):
     1e4, by 1e5 with logits of 1e12. Their exponential could be anything, even infinity, so scores are limited to the maximum.
     A query that meets NaN still gets NaN: its sum is NaN.
     """
-    if beyond is not None:  # the maximum of the scores without it
-        row_max -= beyond
+    if beyond is not None:
+        row_max = maximum_without(beyond, row_max, scale)
     row_max = row_max[:, None]  # [M, 1]
     exceeding = tl.minimum(scores, row_max) - row_max
     return tl.where(is_visible, tl.exp2(exceeding * scale - log_sum[:, None]), 0.0)
