@@ -235,6 +235,7 @@ def test_calls_that_were_not_compared_are_the_stock_class_s() -> None:
     assert shapes == [torch.Size((8, 4, LENGTH, LENGTH))]
     hook.remove()
     assert_as_stock(espnet, *given, is_ours=True)
+    assert_as_stock(espnet, *given[:3], states(1, LENGTH, WIDTH), None, is_ours=False)  # rows of the older shift
     espnet.dropout = nn.Identity()
     assert_as_stock(espnet, *given, is_ours=False)
     hook = shaw.distances.register_forward_hook(lambda _, given, out: 2 * out)  # ours reads the rows without a call

@@ -173,24 +173,6 @@ def test_funasr_s_other_classes() -> None:
     assert all(map(enable_by_structure, (funasr(LEGACY, zero_triu=True)(), exported)))
 
 
-@needs("chatterbox")
-def test_chatterbox_with_a_cache() -> None:
-    """A call with a cache of keys is ours, one without positions the stock forward's."""
-    kind = STRUCTURES["chatterbox"].but(dropout_rate=0.0)
-    model = kind.make()
-    x, positions, cache = states(1, 40, 16), states(1, 2 * 46 - 1, 16), states(1, 2, 6, 16)
-    mask = torch.ones(1, 1, 46, dtype=torch.bool)
-    for given, is_ours in (((x, x, x, mask, positions, cache), True), ((x, x, x, mask[..., :40], states(1, 40, 16)), False)):
-        disable(model)
-        expected = model(*given)
-        kind.enable(model)
-        with Sizes() as sizes:
-            found = model(*given)
-        assert sizes.ours or not is_ours
-        for ours, stock in zip(found, expected, strict=True):
-            assert_near("the enabled model", ours, stock)
-
-
 @needs("nemo")
 @pytest.mark.parametrize(
     "settings", [{"att_context_size": [8, 3], "att_context_style": "chunked_limited"}, {"att_context_size": [9, 0]}]
