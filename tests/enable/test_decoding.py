@@ -90,7 +90,7 @@ def in_pieces(model: Any, given: dict[str, Any], argument: str, sizes: Sequence[
     pieces, outs, stop = given[argument].split(sizes, 1), list[torch.Tensor](), 0
     for piece in pieces:
         start, stop = stop, stop + piece.shape[1]
-        made = model(**{**given, argument: piece, "use_cache": True, **mask(start, stop), **past})
+        made = model(**{**given, argument: piece, **mask(start, stop), **past})
         past |= {name: made[name] for name in ("past_key_values", "padding_cache") if name in made}
         outs.append(made[0])
     return torch.cat(outs, 1)
@@ -132,10 +132,9 @@ def test_pieces_of_a_sequence(name: str, kind: str, padding: int, changes: dict[
         return {"attention_mask": shown[:, :stop]} if padding else {}
 
     def logits(tokens: torch.Tensor) -> Any:
-        past: dict[str, Any] = {}
-        if kind == "static":
-            static = StaticCache(config, max_cache_len=LENGTH + 5)
-            past["past_key_values"] = EncoderDecoderCache(static, DynamicCache(config=config)) if prefix else static
+        cache: Any = DynamicCache(config=config) if kind == "dynamic" else StaticCache(config, max_cache_len=LENGTH + 5)
+        cache = EncoderDecoderCache(cache, DynamicCache(config=config)) if prefix else cache
+        past = {"past_key_values": cache} if name in WRITERS else {"use_cache": True}
         return in_pieces(model, {**given, argument: tokens}, argument, (9, 1, 15, 11, 1), mask, **past)
 
     with torch.no_grad(), exactly(model):
@@ -157,7 +156,7 @@ def test_streaming(lookahead: int, masked: bool) -> None:
     name = "nemotron_asr_streaming"
     model = build(name, torch.float64, sliding_window=9)
     argument, sizes = FAMILIES[name].pieces or ("", ())
-    given = {argument: arguments(name, model, WHOLE)[argument], "num_lookahead_tokens": lookahead}
+    given = {argument: arguments(name, model, WHOLE)[argument], "num_lookahead_tokens": lookahead, "use_cache": True}
 
     def mask(start: int, stop: int) -> dict[str, Any]:
         return {"attention_mask": torch.ones(2, stop - start, dtype=torch.bool)} if masked else {}

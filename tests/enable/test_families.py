@@ -238,8 +238,15 @@ CALLS = [
 
 @pytest.mark.parametrize("make", CALLS)
 def test_outputs_and_gradients(make: Callable[[], Call]) -> None:
-    """In float64: the output, and gradients of inputs and all parameters. All attention is enabled, without a warning."""
+    """In float64: the output, and gradients of inputs and all parameters."""
     assert_same(*both(*make()))
+
+
+@pytest.mark.filterwarnings("error", "ignore:Support for mismatched key_padding_mask")  # raised by WavLM itself
+@every_family
+def test_all_of_a_model_is_enabled(name: str) -> None:
+    report = enable(build(name, torch.float64))
+    assert report and not report.left and max(row.error or 0.0 for row in report.rows) < 1e-12
 
 
 def test_every_family_is_here() -> None:
