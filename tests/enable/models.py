@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,7 +23,6 @@ from bench.families import FAMILIES
 from tests.conftest import forget_warnings
 from tests.enable import stock
 from tests.tolerance import assert_near
-from triton_relattn.integrations.isolation import Promoted
 from triton_relattn.integrations.transformers import disable, door, enable
 from triton_relattn.testing import dropout_mask
 
@@ -140,7 +140,7 @@ def counted(out: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
 def exactly(model: Any) -> AbstractContextManager[Any]:
     """What a float64 model is computed in: casts of its library to float32 would round."""
     parameters = getattr(model, "parameters", lambda: ())()
-    return Promoted() if next(iter(parameters), torch.zeros(0)).dtype == torch.float64 else nullcontext()
+    return in_float64() if next(iter(parameters), torch.zeros(0)).dtype == torch.float64 else nullcontext()
 
 
 def forward(model: Callable[..., Any], given: Given) -> torch.Tensor:
@@ -318,9 +318,7 @@ def results(
         if not out.requires_grad:
             return {"out": out}
         d_out = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).to(out.dtype)
-        # out.backward would leave the mode, and checkpoints compute again without it.
-        engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
-        engine.run_backward((out,), (counted(d_out, counts),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        out.backward(counted(d_out, counts))
     gradients = {name: leaf.grad.clone() for name, leaf in leaves.items() if leaf.grad is not None}
     return {"out": counted(out.detach(), counts), **gradients}
 
@@ -344,6 +342,35 @@ def assert_same(ours: Results, stock: Results) -> None:
     for name, expected in stock.items():
         assert expected.isfinite().all(), f"{name} of the stock model is not finite"
         assert_near(name, ours[name], expected, smallest=largest / 100)
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Keep transformers' casts to float32 from rounding float64 tensors, so that every family computes in float64."""
+    to, to_float, softmax, zeros_like = torch.Tensor.to, torch.Tensor.float, nn.functional.softmax, torch.zeros_like
+    make = torch.tensor
+
+    def leave(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        rounds = tensor.dtype == torch.float64 and torch.float32 in (*args, *kwargs.values())
+        return tensor if rounds else to(tensor, *args, **kwargs)
+
+    def leave_softmax(tensor: torch.Tensor, dim: int, dtype: torch.dtype | None = None, **kwargs: Any) -> torch.Tensor:
+        return softmax(tensor, dim, dtype=None if tensor.dtype == torch.float64 else dtype, **kwargs)
+
+    def leave_zeros(tensor: torch.Tensor, dtype: torch.dtype | None = None, **kwargs: Any) -> torch.Tensor:
+        return zeros_like(tensor, dtype=None if tensor.dtype == torch.float64 and dtype == torch.float32 else dtype, **kwargs)
+
+    def make_double(data: Any, *, dtype: torch.dtype | None = None, **kwargs: Any) -> torch.Tensor:
+        called_by_transformers = sys._getframe(1).f_globals["__name__"].startswith("transformers.")
+        return make(data, dtype=torch.float64 if called_by_transformers and dtype == torch.float32 else dtype, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "tensor", make_double)  # used for DeBERTa's scale
+        patch.setattr(torch, "zeros_like", leave_zeros)
+        patch.setattr(torch.Tensor, "to", leave)
+        patch.setattr(torch.Tensor, "float", lambda tensor: tensor if tensor.dtype == torch.float64 else to_float(tensor))
+        patch.setattr(nn.functional, "softmax", leave_softmax)
+        yield
 
 
 @contextmanager

@@ -486,5 +486,6 @@ def test_stock_forwards_that_cast_to_float32(name: str) -> None:
     model = build(name).double()
     given = arguments(name, model, [20, 13])
     report = enable(model, check_calls=True)
-    output(model, given)
+    with torch.no_grad():  # output would leave these casts out
+        model(**given)
     assert report.calls().compared > 0 and not report.calls().differing

@@ -17,6 +17,7 @@ from torch import nn
 from tests.enable.models import Given, Results, results, varied
 from tests.libraries.standins import absent, bare, load
 from triton_relattn import enable
+from triton_relattn.integrations.isolation import Promoted
 from triton_relattn.integrations.report import Report
 
 sys.path.append(f"{sys.prefix}/beside/torchaudio/models/wav2vec2")  # other libraries import torchaudio if they find it
@@ -58,7 +59,8 @@ class Model:
 
     def results(self, model: nn.Module, given: Given) -> Results:
         """The output and all gradients; without padding where a model computes numbers there."""
-        return results(model, given, given[1].bool() if self.given is speech else None)  # type: ignore[index]
+        with Promoted():
+            return results(model, given, given[1].bool() if self.given is speech else None)  # type: ignore[index]
 
 
 def states(*shape: int) -> torch.Tensor:

@@ -19,7 +19,6 @@ from tests.enable.models import (
     Sizes,
     assert_same,
     classes,
-    exactly,
     in_precision,
     operators_dropout,
     output,
@@ -30,6 +29,7 @@ from tests.libraries.models import CLASSES, ESPNET, HEADS, MEL, NEMO, STRUCTURES
 from tests.libraries.standins import load, needs
 from tests.tolerance import assert_at_most, assert_near
 from triton_relattn import disable, enable
+from triton_relattn.integrations.isolation import Promoted
 
 DOCS = Path(__file__).parents[2] / "docs" / "enable.md"
 
@@ -191,7 +191,7 @@ def test_nemo_streaming(settings: dict[str, Any]) -> None:
         torch.manual_seed(1)
         for _ in range(6):
             given = {"audio_signal": states(2, MEL, 4), "length": torch.tensor([4, 4])}
-            with torch.no_grad(), exactly(encoder):
+            with torch.no_grad(), Promoted():
                 out, _, *cache = encoder(**given, **dict(zip(names, cache, strict=True)))
             outs.append(out)
     assert_near("streamed", torch.cat(outs[6:], -1), torch.cat(outs[:6], -1))
@@ -242,9 +242,10 @@ def test_x_transformers_step_by_step(bias: str, dense: bool) -> None:
     """Decoding step by step with a cache of keys equals one call, also where stock attention adds the bias."""
     kind = X.but(causal=True, attn_pre_talking_heads=dense, **{bias: True})
     model, given = kind.make(), kind.arguments([9, 9])
-    cache, steps, whole = None, [], output(model, given)
-    assert kind.enable(model)
-    with torch.no_grad(), exactly(model):
+    cache, steps = None, []
+    with torch.no_grad(), Promoted():
+        whole = output(model, given)
+        assert kind.enable(model)
         for stop in range(4, 10):
             out, cache = model(given["x"][:, :stop], cache=cache, return_hiddens=True)
             steps.append(out if stop == 4 else out[:, -1:])
