@@ -183,15 +183,6 @@ def exchange_back(tensor: torch.Tensor, layout: Layout, rank: int, group: Any) -
 # The two methods.
 
 
-def check_heads(heads: int, key_heads: int, size: int) -> None:
-    """Raise a ValueError if the heads cannot be split evenly over the ranks."""
-    if heads % size or key_heads % size:
-        raise ValueError(
-            f'method="all_to_all" splits heads evenly, but {heads} query heads and {key_heads} key heads are not divisible by '
-            f'{size} ranks; method="gather" takes any number'
-        )
-
-
 def attend(
     tensors: AttentionTensors,
     spec: AttentionSpec,
@@ -203,7 +194,7 @@ def attend(
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out and lse (only with return_lse) of the rank's queries over the keys of all ranks. spec: of the whole call."""
-    if tensors.dropout_seed is not None and tensors.dropout_origins is None:
+    if tensors.dropout_seed is not None:
         origins = whole_origins(tensors.num_sequences, tensors.query.shape[1], tensors.query.device)
         tensors = tensors._replace(dropout_origins=origins)
     if method == "all_to_all":
@@ -230,8 +221,12 @@ def _attend_with_heads(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to whole sequences with the rank's share of the heads."""
     rank, size = dist.get_rank(group), len(query_layout)
-    heads, mask = tensors.query.shape[1], tensors.attn_mask
-    check_heads(heads, tensors.key.shape[1], size)
+    heads, key_heads, mask = tensors.query.shape[1], tensors.key.shape[1], tensors.attn_mask
+    if heads % size or key_heads % size:
+        raise ValueError(
+            f'method="all_to_all" splits heads evenly, but {heads} query heads and {key_heads} key heads are not divisible by '
+            f'{size} ranks; method="gather" takes any number'
+        )
     if mask is not None and mask.shape[2] > 1:
         raise ValueError('method="all_to_all" takes an attn_mask that is the same for all queries; method="gather" takes any')
 

@@ -116,8 +116,8 @@ def expected_of_one_head(case: Case, inputs: Inputs) -> Expected:
 
     names = (*OPERANDS, "d_out", "d_lse", *["rel_query"] * (inputs.rel_query is not None))
     chosen = {name: part(getattr(inputs, name)) for name in names}
-    of_heads = case.terms if case.per_head else [name for name in case.terms if name == "rel_bias"]
-    chosen |= {name: getattr(inputs, name)[:group] for name in of_heads}
+    by_head = case.terms if case.per_head else [name for name in case.terms if name == "rel_bias"]
+    chosen |= {name: getattr(inputs, name)[:group] for name in by_head}
     few = replace(case, batch=chosen["query"].shape[0], heads=group, key_heads=None if case.key_heads is None else 1)
     results = expected_results(few, inputs._replace(**chosen)).results
     return Expected(results[:4], "float64, one head of two sequences", part)

@@ -167,10 +167,10 @@ class Call:
         # Whether all pairs of a head at the same position have the same terms.
         self.is_by_position = tensors.rel_key is None and tensors.rel_p2c is None and self.term_mask is None
         self.tables: dict[str, Table] = {}
-        ranges = {visible(spec, run) for run in self.runs}
-        for name in TABLES if self.runs else ():
-            if (table := getattr(tensors, name)) is not None:
-                self.tables[name] = Table(name, table, spec, ranges, self.dtype, self.term_dtype, self.product_dtype)
+        if self.runs and tensors.has_table:
+            ranges, dtypes = {visible(spec, run) for run in self.runs}, (self.dtype, self.term_dtype, self.product_dtype)
+            given = {name: table for name in TABLES if (table := getattr(tensors, name)) is not None}
+            self.tables = {name: Table(name, table, spec, ranges, *dtypes) for name, table in given.items()}
 
     @cached_property
     def may_be_infinite(self) -> bool:

@@ -97,7 +97,7 @@ def forward_kernel(
         out_head = head + tl.program_id(1) * num_heads
         key_first, key_stop, near_start, near_stop = split_range(key_first, key_stop, near_start, near_stop, TILE)
 
-    # The head's tables. Beyond a clamped one the term is one number for each query: its product with an end row.
+    # The head's tables. Beyond a clamped one the term is one number per query: its product with an end row.
     HAS_TERM: tl.constexpr = TILE.has_matrix or TILE.has_bias
     table = score_table(inputs, common, head, first, last, SHAPE, TILE)
     keys_table = key_table(inputs, common, head, first, last, SHAPE, TILE)

@@ -99,7 +99,7 @@ def head_matrix(tensor, entry, head, first_row, WIDE_INDEX: tl.constexpr):
 
 @triton.jit
 def row_vector(tensor, entry, head, first_row):
-    """Return the pointer to element [entry, head, first_row] of a (B, H, N) tensor of one number for each query."""
+    """Return the pointer to element [entry, head, first_row] of a (B, H, N) tensor, one number per query."""
     pointer, strides = tensor
     return pointer + tl.cast(entry, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1] + first_row
 
