@@ -85,11 +85,10 @@ class Blockwise(Implementation):
         return out, self._empty_lse(tensors, spec), None, self._empty_probs(tensors, spec, save_extra)
 
     def forward(self, tensors: Tensors, spec: Spec, save_extra: bool) -> Results:
-        with without_autocast(tensors.query.device):
-            if isinstance(tensors, GridTensors):
-                return grids.forward(tensors, spec.scale, spec.dropout_p), None, None, None
-            probs = self._empty_probs(tensors, spec, save_extra)
-            out, lse = attention.forward(tensors, spec, probs)
+        if isinstance(tensors, GridTensors):
+            return grids.forward(tensors, spec.scale, spec.dropout_p), None, None, None
+        probs = self._empty_probs(tensors, spec, save_extra)
+        out, lse = attention.forward(tensors, spec, probs)  # writes products into tensors, which autocast leaves as they are
         return out, lse if spec.with_lse else None, None, probs
 
     def backward(

@@ -26,6 +26,7 @@ from tests.enable.models import (
     WHOLE,
     WRITERS,
     arguments,
+    attentions,
     build,
     counted,
     exactly,
@@ -146,6 +147,23 @@ def test_pieces_of_a_sequence(name: str, kind: str, padding: int, changes: dict[
         assert_near("beside the whole", ours[:, padding:], whole[:, padding:])
     assert_near("what is unseen", changed[:, :-1], ours[:, :-1])
     assert not torch.equal(changed[:, -1], ours[:, -1])
+
+
+@pytest.mark.parametrize("name", ["mpt", pytest.param("bloom", marks=pytest.mark.thorough)])
+def test_a_layer_with_a_hook_after_ours(name: str) -> None:
+    """It is stock; a static cache counts in place, so its mask is made when the first layer has counted already."""
+    model = writer(name, torch.float64)
+    tokens = arguments(name, model, PADDED)["input_ids"]
+
+    def logits() -> Any:
+        cache = StaticCache(model.config, max_cache_len=LENGTH + 5)
+        return in_pieces(model, {"input_ids": tokens}, "input_ids", (9, 1, 15, 11, 1), lambda *_: {}, past_key_values=cache)
+
+    with torch.no_grad(), exactly(model):
+        stock = logits()
+        last = attentions(model, enable(model))[-1]
+        next(last.children()).register_forward_hook(lambda *_: None)
+        assert_near("logits", logits(), stock)
 
 
 @pytest.mark.thorough

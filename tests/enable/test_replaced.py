@@ -37,6 +37,7 @@ from tests.enable.models import (
     classes,
     counted,
     counting,
+    exactly,
     output,
     real,
     results,
@@ -156,6 +157,7 @@ def test_threads_share_an_enabled_model(name: str) -> None:
 
 
 PARTS = [("parakeet", part) for part in ("layers.1", "layers.0.self_attn", "layers")]
+PARTS += [("t5", "encoder.block.1.layer.0.SelfAttention"), ("phi4_multimodal", "relative_attention_bias_layer")]
 PARTS += [(name, "") for name in "wav2vec2_bert inkling t5 wavlm mpnet speecht5 phi4_multimodal deberta".split()]
 
 
@@ -175,10 +177,27 @@ def test_a_part_of_a_model(name: str, path: str) -> None:
     disable(model)
     if path:
         changed = [f"{path}.{inner}".rstrip(".") for inner in enable(part)]
-        assert changed == [name for (name, kind), (_, was) in zip(classes(model), before, strict=True) if kind != was]
+        others = [inner for (inner, kind), (_, was) in zip(classes(model), before, strict=True) if kind != was]
+        assert changed == ([path] if name in THROUGH_THE_DOOR else others)
         assert_same(results(model, given, counts), expected)
         disable(part)
     assert classes(model) == before
+
+
+def test_a_call_without_a_mask() -> None:
+    """Attention of a causal model that is called on its own, without the model's mask, is as before enable."""
+    inkling, falcon = build("inkling", torch.float64).layers[0].self_attn, build("falcon", torch.float64).h[0].self_attention
+    alibi = torch.randn(falcon.num_heads, 1, 8, dtype=torch.float64)
+    calls: list[tuple[Any, dict[str, Any]]] = [(inkling, {"is_causal": value}) for value in (None, True, False)]
+    calls = [(part, {"hidden_states": torch.randn(1, 8, 32, dtype=torch.float64), **given}) for part, given in calls]
+    calls += [(falcon, {"hidden_states": torch.randn(1, 8, falcon.hidden_size, dtype=torch.float64), "alibi": alibi})]
+    with exactly(inkling):
+        expected = [part(attention_mask=None, **given)[0] for part, given in calls]
+        for part in (inkling, falcon):
+            enable(part)
+        for (part, given), out in zip(calls, expected, strict=True):
+            for _ in ("compared", "not compared"):
+                assert_near("output", part(attention_mask=None, **given)[0], out)
 
 
 def test_a_class_that_is_derived_from_one_that_is_served() -> None:

@@ -159,6 +159,15 @@ def test_empty(tiled: Way, case: Case) -> None:
     assert out.shape == given[5].shape and not any(gradient.any() for gradient in gradients)
 
 
+def test_autocast_does_not_change_the_precision(way: Way) -> None:
+    """Tensors in its dtype give the same bits with and without it, forward and backward."""
+    given = tensors(CASES["odd sides"], torch.float16)
+    expected = results(way.implementation, CASES["odd sides"], given)
+    with torch.autocast("cpu", torch.float16):
+        found = results(way.implementation, CASES["odd sides"], given)
+    assert all(map(torch.equal, found, expected))
+
+
 @plain_torch
 def test_repeats_bit_for_bit() -> None:
     """With two threads, too."""

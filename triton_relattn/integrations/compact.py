@@ -98,6 +98,25 @@ class Compact(torch.Tensor):
         return result
 
 
+class TensorOnUse:
+    """What our layers read in its parts, and any other use, by a stock layer or a user, as the tensor that ``dense()`` makes."""
+
+    def dense(self) -> torch.Tensor:
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.dense(), name)
+
+    def __add__(self, other: Any) -> Any:
+        return self.dense() + to_dense(other)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*map(to_dense, args), **{name: to_dense(value) for name, value in (kwargs or {}).items()})
+
+
 STOCK_READS: list[Callable[[], bool]] = []
 """Functions that return whether attention of the calls now is the stock forward's."""
 

@@ -15,8 +15,8 @@ HARMLESS = frozenset(
     (
         # A relative term knows positions by their difference, and a packed batch is in the mask that they make.
         *("position_ids", "cache_position", "use_cache"),
-        # If this is true, or is_causal without a mask or not the module's own, the call is the stock forward's.
-        *("output_attentions", "is_causal"),
+        # If this is true, the call is the stock forward's.
+        "output_attentions",
         # For the model around attention, and for the loss.
         *("output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch"),
     )
@@ -91,8 +91,9 @@ class Replacement:
         self.forward_takes, self.serves_takes, self.pairs_takes = map(_taken, (forward, ours.serves, ours.pairs))
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a call by the stock forward's names."""
-        return {**dict(zip(self.positional, args, strict=False)), **kwargs}
+        """Return the arguments of a call by the stock forward's names, in its order: the first ones are the states."""
+        given = {**dict(zip(self.positional, args, strict=False)), **kwargs}
+        return {name: given.pop(name) for name in self.positional if name in given} | given
 
     def translate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """Return the arguments of a call by our names; None if ours does not know one of them, or lacks one."""
@@ -115,8 +116,6 @@ class Replacement:
         if given.get("output_attentions"):
             return False
         mask = given.get(self.names.get(self.mask, self.mask))
-        if given.get("is_causal") and (mask is None or getattr(module, "is_causal", None) is False):  # in place of a mask
-            return False
         if isinstance(mask, torch.Tensor) and mask.requires_grad:  # the operator gives a mask no gradient
             return False
         if any(isinstance(value, Compact) and value.is_written for value in given.values()):

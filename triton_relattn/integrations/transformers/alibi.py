@@ -23,6 +23,9 @@ from .base import Attention, Encoder, causal_attention, update_cache
 class AlibiAttention(Attention):
     """q_i . k_j, scaled, + slope * j; causal."""
 
+    def serves(self, attention_mask: Any) -> bool:  # type: ignore[override]
+        return super().serves() and attention_mask is not None  # from its model it always has one
+
     def attend(
         self,
         query: torch.Tensor,
@@ -88,7 +91,7 @@ class MptAttention(AlibiAttention):
         return self.out_proj(out), None
 
     def serves(self, position_bias: Any, attention_mask: Any) -> bool:  # type: ignore[override]
-        return super().serves() and position_bias is not None and attention_mask is not None
+        return super().serves(attention_mask) and position_bias is not None
 
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
         mask = masks.example(None, batch, length, real, is_causal=True, name=masks.HIDDEN).to(torch.bool)

@@ -50,9 +50,13 @@ class InklingAttention(Attention):
         out = self.attend(query, key, value, rel_query, profiles, attention_mask, cache, is_causal)
         return self.o_proj(join_heads(out)), None
 
-    def serves(self, cache: Any = None) -> bool:  # type: ignore[override]
+    def serves(self, attention_mask: Any, cache: Any = None, is_causal: bool | None = None) -> bool:  # type: ignore[override]
         """Return whether ours computes a call: with a static cache the stock forward's terms are those of later queries."""
-        return super().serves() and not isinstance(cache, StaticCache)
+        return super().serves() and self.knows_future(attention_mask, is_causal) and not isinstance(cache, StaticCache)
+
+    def knows_future(self, attention_mask: Any, is_causal: bool | None) -> bool:
+        """Return whether it is known which keys a query sees: without a mask, the stock forward shows the future as well."""
+        return attention_mask is not None or not hides_future(None, is_causal, self.config)
 
     @property
     def longest(self) -> int:

@@ -86,8 +86,11 @@ class SinkAttention(InklingAttention):
 
     is_dynamic = False
 
-    def serves(self, cache_offset: int = 0, seq_idx: torch.Tensor | None = None) -> bool:  # type: ignore[override]
-        return Attention.serves(self) and not (IS_5_23 and (cache_offset or seq_idx is not None))
+    def serves(  # type: ignore[override]
+        self, attention_mask: Any, cache_offset: int = 0, seq_idx: torch.Tensor | None = None, is_causal: bool | None = None
+    ) -> bool:
+        is_known = not (IS_5_23 and (cache_offset or seq_idx is not None))
+        return Attention.serves(self) and is_known and self.knows_future(attention_mask, is_causal)
 
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
         position = torch.arange(length)

@@ -31,7 +31,7 @@ except ImportError:  # before transformers 5.2
     _active_collector = None
 
 from ..calls import is_graph
-from ..compact import STOCK_READS, Compact
+from ..compact import STOCK_READS, Compact, are_plain
 from ..enabled import IMPLEMENTATION
 
 PADDING, PADDING_IF_THAT_IS_ALL = "triton_relattn_padding", "triton_relattn_padding_if_that_is_all"
@@ -118,7 +118,7 @@ def padding_if_that_is_all(*, is_needed: bool = False, is_inverted: bool = False
     is_window = arguments.get("local_size") is not None and arguments.get("allow_is_causal_skip", False)
     if is_full or is_window or function is causal_mask_function:
         mask = real_keys(arguments)
-        if mask is None and is_needed:
+        if mask is None and (is_needed or (are_plain() and not is_full)):  # without a mask, causal attention is the stock one
             shape = arguments["batch_size"], 1, 1, arguments["kv_length"]
             mask = torch.ones(shape, dtype=torch.bool, device=arguments.get("device"))
         if mask is None and is_full:  # as stock encoders may have it

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from ...positions import RelativePositions
-from ..compact import rows
+from ..compact import TensorOnUse, rows
 from ..operators import fused_relative_attention, join_heads
 from .base import Attention, Encoder, query_key_value
 
 
-class Bias(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Bias(TensorOnUse):
     """A bias by distance, (H, R), of N positions, and a mask that is added to the logits and broadcasts to (B, H, N, N)."""
 
     table: torch.Tensor
     length: int
     mask: torch.Tensor | None = None
 
-    def __radd__(self, mask: torch.Tensor) -> Bias:
-        return self._replace(mask=mask)
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.add and args[0].dtype == torch.bool:  # the encoder's mask; the logits are floating
+            mask, bias = args
+            return replace(bias, mask=mask)
+        return super().__torch_function__(func, types, args, kwargs)
 
     @property
     def positions(self) -> RelativePositions:
@@ -28,7 +34,7 @@ class Bias(NamedTuple):
         return RelativePositions(-(rows // 2), (rows - 1) // 2)
 
     def cast(self, dtype: torch.dtype) -> Bias:
-        return self._replace(table=self.table.to(dtype))
+        return replace(self, table=self.table.to(dtype))
 
     def dense(self) -> torch.Tensor:
         """Return what stock layers get, (B, H, N, N)."""

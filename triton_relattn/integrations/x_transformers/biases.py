@@ -5,7 +5,6 @@ The stock modules form a tensor over all pairs of positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,13 +13,13 @@ from x_transformers import attend
 
 from ... import tables
 from ...positions import RelativePositions
-from ..compact import rows, to_dense
+from ..compact import TensorOnUse, rows
 from ..in_place import InPlace
 from ..operators import fused_relative_attention
 
 
-class Bias:
-    """Arguments of the operator that make a bias; any other use is one of the stock tensor, (H, Nq, Nk) or (B, H, Nq, Nk)."""
+class Bias(TensorOnUse):
+    """Arguments of the operator that make a bias, (H, Nq, Nk) or (B, H, Nq, Nk)."""
 
     def __init__(self, queries: int, keys: int, **term: Any) -> None:
         self.queries, self.keys, self.term = queries, keys, term
@@ -41,23 +40,11 @@ class Bias:
         term = {name: value.to(dtype) if isinstance(value, torch.Tensor) else value for name, value in self.term.items()}
         return Bias(self.queries, self.keys, **term)
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.dense(), name)
-
-    def __add__(self, other: Any) -> torch.Tensor:
-        return self.dense() + to_dense(other)
-
-    __radd__ = __add__
-
     @classmethod
-    def __torch_function__(
-        cls, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if function is pad and not any(args[1]):  # for the keys of a memory, of which there are none
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is pad and not any(args[1]):  # for the keys of a memory, of which there are none
             return args[0]
-        return function(*map(to_dense, args), **{name: to_dense(value) for name, value in (kwargs or {}).items()})
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 class DistanceBias(InPlace):
