@@ -4,10 +4,11 @@ forward's, and that disable gives everything back."""
 from __future__ import annotations
 
 import copy
+import inspect
 import random
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,6 +24,7 @@ from tests.tolerance import assert_near
 
 pytest.importorskip("transformers")
 
+from bench.families import FAMILIES
 from tests.enable import stock
 from tests.enable.models import (
     COPIES,
@@ -37,7 +39,6 @@ from tests.enable.models import (
     classes,
     counted,
     counting,
-    exactly,
     output,
     real,
     results,
@@ -184,20 +185,45 @@ def test_a_part_of_a_model(name: str, path: str) -> None:
     assert classes(model) == before
 
 
-def test_a_call_without_a_mask() -> None:
-    """Attention of a causal model that is called on its own, without the model's mask, is as before enable."""
-    inkling, falcon = build("inkling", torch.float64).layers[0].self_attn, build("falcon", torch.float64).h[0].self_attention
-    alibi = torch.randn(falcon.num_heads, 1, 8, dtype=torch.float64)
-    calls: list[tuple[Any, dict[str, Any]]] = [(inkling, {"is_causal": value}) for value in (None, True, False)]
-    calls = [(part, {"hidden_states": torch.randn(1, 8, 32, dtype=torch.float64), **given}) for part, given in calls]
-    calls += [(falcon, {"hidden_states": torch.randn(1, 8, falcon.hidden_size, dtype=torch.float64), "alibi": alibi})]
-    with exactly(inkling):
-        expected = [part(attention_mask=None, **given)[0] for part, given in calls]
-        for part in (inkling, falcon):
-            enable(part)
-        for (part, given), out in zip(calls, expected, strict=True):
-            for _ in ("compared", "not compared"):
-                assert_near("output", part(attention_mask=None, **given)[0], out)
+def calls_within(model: Any, given: dict[str, Any], paths: Iterable[str]) -> dict[Any, dict[str, Any]]:
+    """The arguments, by their names, that a model passes to one module of each class at these paths."""
+    parts, found = {type(part): part for part in map(model.get_submodule, paths)}.values(), dict[Any, dict[str, Any]]()
+
+    def note(part: nn.Module, args: Any, kwargs: Any) -> None:
+        found[part] = {**dict(zip(inspect.signature(part.forward).parameters, args, strict=False)), **kwargs}
+
+    hooks = [part.register_forward_pre_hook(note, with_kwargs=True) for part in parts]
+    output(model, given)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.thorough] * (name not in ("inkling", "deberta", "gemma4"))) for name in FAMILIES],
+)
+def test_calls_that_no_model_makes(name: str) -> None:
+    """Of what its model passes to a module, one argument is left out, a boolean mask has numbers, or another argument is named
+    before the states: the results are those before enable, wherever the stock forward has any."""
+    model, given = subject(name, torch.float64, WHOLE)
+    paths = [path for path, kind in enable(model).items() if not kind.endswith("Bias")]  # ours is in parts
+    disable(model)
+    calls = list[tuple[nn.Module, dict[str, Any], Any]]()
+    for part, passed in calls_within(model, given, paths).items():
+        _, *others = passed
+        masks = [(name, value) for name, value in passed.items() if getattr(value, "dtype", None) == torch.bool]
+        numbers = ({**passed, name: value} for name, mask in masks for value in (mask.long(), mask.double() - 1))
+        for call in (dict(reversed(passed.items())), *({**passed, other: None} for other in others), *numbers):
+            try:
+                calls.append((part, call, output(part, copy.deepcopy(call))))
+            except Exception:
+                continue
+    enable(model)
+    assert {type(part) for part, *_ in calls} == {type(model.get_submodule(path)) for path in paths}
+    for part, call, expected in calls:
+        for _ in ("compared", "not compared"):
+            assert_near("output", output(part, copy.deepcopy(call)), expected)  # a cache grows
 
 
 def test_a_class_that_is_derived_from_one_that_is_served() -> None:

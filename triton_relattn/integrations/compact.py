@@ -112,6 +112,9 @@ class TensorOnUse:
     def __add__(self, other: Any) -> Any:
         return self.dense() + to_dense(other)
 
+    def __getitem__(self, index: Any) -> Any:
+        return self.dense()[index]
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*map(to_dense, args), **{name: to_dense(value) for name, value in (kwargs or {}).items()})

@@ -41,6 +41,8 @@ class Ours:
     """Arguments, by our names, that the stock forward casts to the dtype of its weights."""
     small: tuple[str, ...] = ()
     """Arguments that ours takes in their small forms alone: of others the call is the stock forward's."""
+    needs: tuple[str, ...] = ()
+    """Arguments that every model passes: a module that is called on its own without one is the stock forward's."""
     constants: tuple[str, ...] = ()
     """Arguments that have no gradient, beside the mask."""
 
@@ -114,6 +116,8 @@ class Replacement:
     def is_served(self, module: Any, given: dict[str, Any]) -> bool:
         """Return whether ours computes a call."""
         if given.get("output_attentions"):
+            return False
+        if any(given.get(name) is None for name in self.ours.needs):
             return False
         mask = given.get(self.names.get(self.mask, self.mask))
         if isinstance(mask, torch.Tensor) and mask.requires_grad:  # the operator gives a mask no gradient

@@ -23,8 +23,7 @@ from .base import Attention, Encoder, causal_attention, update_cache
 class AlibiAttention(Attention):
     """q_i . k_j, scaled, + slope * j; causal."""
 
-    def serves(self, attention_mask: Any) -> bool:  # type: ignore[override]
-        return super().serves() and attention_mask is not None  # from its model it always has one
+    needs: tuple[str, ...] = ("attention_mask",)
 
     def attend(
         self,
@@ -72,6 +71,7 @@ class BloomAttention(AlibiAttention):
 
 class MptAttention(AlibiAttention):
     constants = ("position_bias",)
+    needs = ("position_bias", "attention_mask")
     mask_hides = True
 
     def forward(
@@ -89,9 +89,6 @@ class MptAttention(AlibiAttention):
         options = {"dropout_p": self.attn_dropout_p if self.training else 0.0, "scale": self.softmax_scale}
         out = self.attend(query, key, value, position_bias[None], self.visible(attention_mask), cache, **options)
         return self.out_proj(out), None
-
-    def serves(self, position_bias: Any, attention_mask: Any) -> bool:  # type: ignore[override]
-        return super().serves(attention_mask) and position_bias is not None
 
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
         mask = masks.example(None, batch, length, real, is_causal=True, name=masks.HIDDEN).to(torch.bool)

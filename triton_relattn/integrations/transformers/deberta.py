@@ -27,7 +27,7 @@ class DisentangledAttention(Attention):
     the last two terms, ``pos_att_type`` says which there are. Stock layers get the distances of all pairs, (1, N, N).
     """
 
-    small = ("relative_pos",)
+    small = needs = ("relative_pos",)
 
     @staticmethod
     def applies(module: Any) -> bool:
@@ -110,14 +110,14 @@ class DisentangledAttention(Attention):
         width = self.num_attention_heads * self.attention_head_size
         real = torch.ones(batch, length).bool() if real is None else real
 
-        def distances(_: None) -> torch.Tensor:
+        def distances(_: torch.Tensor) -> torch.Tensor:
             ahead = torch.arange(length)[:, None] - torch.arange(length)
             return (tables.deberta_log_buckets(ahead, buckets, most) if buckets > 0 else ahead)[None]
 
         return {
             "hidden_states": torch.randn(batch, length, width),
             "attention_mask": Compact.of(real[:, None, None], lambda small: small * small.mT),
-            "relative_pos": Compact.of(None, distances),
+            "relative_pos": Compact.of(torch.empty(0), distances),
             "rel_embeddings": torch.randn(2 * (buckets if buckets > 0 else most), width),
         }
 
@@ -208,7 +208,7 @@ class DisentangledEncoder(Encoder):
         make = super().get_rel_pos  # type: ignore[misc]
         if relative_pos is not None or query_states is not None or is_graph():
             return make(hidden_states, query_states, relative_pos)
-        return Compact.of(None, lambda _: make(hidden_states, query_states, relative_pos))
+        return Compact.of(hidden_states.new_empty(0), lambda _: make(hidden_states, query_states, relative_pos))
 
 
 class PackingEncoder(Packs, DisentangledEncoder):

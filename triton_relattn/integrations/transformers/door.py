@@ -244,7 +244,7 @@ def mask(**arguments: Any) -> Any:
         return sdpa_mask(**arguments)
     if is_graph():
         return stock_mask(arguments)
-    function, real = arguments["mask_function"], real_keys(arguments)
+    function, real = arguments["mask_function"], real_keys(arguments, is_needed=False)
     if function is bidirectional_mask_function:
         return None if real is None else with_dense(Keys, real, arguments)
     sizes = [arguments[name] for name in ("q_offset", "q_length", "kv_offset", "kv_length")]

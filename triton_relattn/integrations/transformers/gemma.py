@@ -28,6 +28,9 @@ class SoftcapAttention(ChunkedAttention):
 class Gemma3nAudioAttention(SoftcapAttention):
     mask_hides = True
 
+    def serves(self, mask: torch.Tensor) -> bool:  # type: ignore[override]
+        return super().serves() and mask.dtype == torch.bool
+
     def forward(self, hidden_states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """hidden_states (B, N, C), mask bool (B, N), True of padding; returns (B, N, H, D)."""
         query, key, value = query_key_value(self, hidden_states)
@@ -60,7 +63,7 @@ class Gemma3nAudioAttention(SoftcapAttention):
 class Gemma4AudioAttention(SoftcapAttention):
     """R is zero beyond its ends."""
 
-    small = ("attention_mask",)
+    small = needs = ("attention_mask",)
 
     @staticmethod
     def applies(module: Any) -> bool:

@@ -85,22 +85,26 @@ class Padding(Compact):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def real_keys(arguments: dict[str, Any]) -> torch.Tensor | None:
-    """Return the mask (B, 1, 1, Nk), True where a key is not padding; None if there is no padding."""
+def real_keys(arguments: dict[str, Any], is_needed: bool) -> torch.Tensor | None:
+    """Return the mask (B, 1, 1, Nk), True where a key is not padding; without padding None, unless it is needed."""
     real, first = arguments["attention_mask"], arguments["kv_offset"]
     end = first + arguments["kv_length"]
     if real is None:
-        return None
+        shape = arguments["batch_size"], 1, 1, arguments["kv_length"]
+        return torch.ones(shape, dtype=torch.bool, device=arguments.get("device")) if is_needed else None
     if end > real.shape[-1]:  # keys to come, of a static cache
         real = pad(real, (0, end - real.shape[-1]))
     return real[:, None, None, first:end].bool()  # type: ignore[no-any-return]
 
 
 def padding(**arguments: Any) -> Any:
-    """Return the mask (B, 1, 1, Nk) of an encoder whose attention knows all else that is hidden; None if there is no padding."""
+    """Return the mask (B, 1, 1, Nk) of an encoder whose attention knows all else that is hidden.
+
+    Attention without any mask is the stock forward's, so under torch.compile, where None is no small form, there is always one.
+    """
     if is_graph():
         return stock_mask(arguments)
-    return with_dense(Padding, real_keys(arguments), arguments)
+    return with_dense(Padding, real_keys(arguments, is_needed=are_plain()), arguments)
 
 
 def padding_if_that_is_all(*, is_needed: bool = False, is_inverted: bool = False, **arguments: Any) -> Any:
@@ -117,10 +121,7 @@ def padding_if_that_is_all(*, is_needed: bool = False, is_inverted: bool = False
     is_full = function is bidirectional_mask_function
     is_window = arguments.get("local_size") is not None and arguments.get("allow_is_causal_skip", False)
     if is_full or is_window or function is causal_mask_function:
-        mask = real_keys(arguments)
-        if mask is None and (is_needed or (are_plain() and not is_full)):  # without a mask, causal attention is the stock one
-            shape = arguments["batch_size"], 1, 1, arguments["kv_length"]
-            mask = torch.ones(shape, dtype=torch.bool, device=arguments.get("device"))
+        mask = real_keys(arguments, is_needed or (are_plain() and not is_full))
         if mask is None and is_full:  # as stock encoders may have it
             return None
         mask = mask if mask is None or is_full else mask[:, 0, 0]

@@ -60,8 +60,9 @@ class ParakeetAttention(Attention):
         return self.o_proj(join_heads(out)), None
 
     def serves(self, attention_mask: Any = None) -> bool:  # type: ignore[override]
-        """Return whether ours computes a call: a mask (B, 1, 1, N) of the user's hides keys alone."""
-        return super().serves() and (is_small(attention_mask) or attention_mask.shape[2] > 1)
+        """Return whether ours computes a call: a mask (B, 1, 1, N) of the user's hides keys alone, one of numbers is inverted."""
+        is_bool = attention_mask is None or attention_mask.dtype == torch.bool
+        return super().serves() and is_bool and (is_small(attention_mask) or attention_mask.shape[2] > 1)
 
     def example(self, batch: int, length: int, real: torch.Tensor | None) -> dict[str, Any]:
         states = torch.randn(batch, length, self.config.hidden_size)
