@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -151,6 +152,40 @@ def forward(model: Callable[..., Any], given: Given) -> torch.Tensor:
 def output(model: Callable[..., Any], given: Given) -> torch.Tensor:
     with torch.no_grad(), exactly(model):
         return forward(model, given)
+
+
+def calls_within(model: Any, given: Given, paths: Iterable[str]) -> dict[Any, dict[str, Any]]:
+    """The arguments, by their names, that a model passes to one module of each class at these paths."""
+    parts, found = {type(part): part for part in map(model.get_submodule, paths)}.values(), dict[Any, dict[str, Any]]()
+
+    def note(part: nn.Module, args: Any, kwargs: Any) -> None:
+        found[part] = {**dict(zip(inspect.signature(part.forward).parameters, args, strict=False)), **kwargs}
+
+    hooks = [part.register_forward_pre_hook(note, with_kwargs=True) for part in parts]
+    output(model, given)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def assert_odd_calls_are_stock(model: Any, given: Given, switch: Callable[[Any], dict[str, str]]) -> None:
+    """Of what a model passes to a module, one argument is left out, a boolean mask has numbers, or another argument is named
+    before the states: once switch(model) has enabled it, the results are the same, wherever the stock forward has any."""
+    paths = [path for path, kind in switch(model).items() if not kind.endswith("Bias")]  # ours is in parts
+    disable(model)
+    calls = list[tuple[nn.Module, dict[str, Any], Any]]()
+    for part, passed in (within := calls_within(model, given, paths)).items():
+        _, *others = passed
+        masks = [(name, value) for name, value in passed.items() if getattr(value, "dtype", None) == torch.bool]
+        numbers = ({**passed, name: value} for name, mask in masks for value in (mask.long(), mask.double() - 1))
+        for call in (dict(reversed(passed.items())), *({**passed, other: None} for other in others), *numbers):
+            with suppress(Exception):
+                calls.append((part, call, output(part, copy.deepcopy(call))))  # a cache grows
+    switch(model)
+    assert {part for part, *_ in calls} == within.keys() != set()
+    for part, call, expected in calls:
+        for _ in ("compared", "not compared"):
+            assert_near("output", output(part, copy.deepcopy(call)), expected)
 
 
 def by_key(given: Given) -> dict[Any, Any]:

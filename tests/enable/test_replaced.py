@@ -4,11 +4,10 @@ forward's, and that disable gives everything back."""
 from __future__ import annotations
 
 import copy
-import inspect
 import random
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -33,6 +32,7 @@ from tests.enable.models import (
     THROUGH_THE_DOOR,
     WHOLE,
     arguments,
+    assert_odd_calls_are_stock,
     assert_same,
     attentions,
     build,
@@ -185,45 +185,13 @@ def test_a_part_of_a_model(name: str, path: str) -> None:
     assert classes(model) == before
 
 
-def calls_within(model: Any, given: dict[str, Any], paths: Iterable[str]) -> dict[Any, dict[str, Any]]:
-    """The arguments, by their names, that a model passes to one module of each class at these paths."""
-    parts, found = {type(part): part for part in map(model.get_submodule, paths)}.values(), dict[Any, dict[str, Any]]()
-
-    def note(part: nn.Module, args: Any, kwargs: Any) -> None:
-        found[part] = {**dict(zip(inspect.signature(part.forward).parameters, args, strict=False)), **kwargs}
-
-    hooks = [part.register_forward_pre_hook(note, with_kwargs=True) for part in parts]
-    output(model, given)
-    for hook in hooks:
-        hook.remove()
-    return found
-
-
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.thorough] * (name not in ("inkling", "deberta", "gemma4"))) for name in FAMILIES],
 )
 def test_calls_that_no_model_makes(name: str) -> None:
-    """Of what its model passes to a module, one argument is left out, a boolean mask has numbers, or another argument is named
-    before the states: the results are those before enable, wherever the stock forward has any."""
-    model, given = subject(name, torch.float64, WHOLE)
-    paths = [path for path, kind in enable(model).items() if not kind.endswith("Bias")]  # ours is in parts
-    disable(model)
-    calls = list[tuple[nn.Module, dict[str, Any], Any]]()
-    for part, passed in calls_within(model, given, paths).items():
-        _, *others = passed
-        masks = [(name, value) for name, value in passed.items() if getattr(value, "dtype", None) == torch.bool]
-        numbers = ({**passed, name: value} for name, mask in masks for value in (mask.long(), mask.double() - 1))
-        for call in (dict(reversed(passed.items())), *({**passed, other: None} for other in others), *numbers):
-            try:
-                calls.append((part, call, output(part, copy.deepcopy(call))))
-            except Exception:
-                continue
-    enable(model)
-    assert {type(part) for part, *_ in calls} == {type(model.get_submodule(path)) for path in paths}
-    for part, call, expected in calls:
-        for _ in ("compared", "not compared"):
-            assert_near("output", output(part, copy.deepcopy(call)), expected)  # a cache grows
+    """As before enable, if one module of a model is called on its own."""
+    assert_odd_calls_are_stock(*subject(name, torch.float64, WHOLE), enable)
 
 
 def test_a_class_that_is_derived_from_one_that_is_served() -> None:

@@ -17,6 +17,7 @@ from tests.enable.models import (
     PADDED,
     WHOLE,
     Sizes,
+    assert_odd_calls_are_stock,
     assert_same,
     classes,
     in_precision,
@@ -119,6 +120,14 @@ def test_a_part(kind: Model) -> None:
     kind.enable(model)
     disable(part)
     assert_same(kind.results(model, given), expected)
+
+
+@parametrize(*CLASSES, *STRUCTURES.values())
+def test_calls_that_no_model_makes(kind: Model) -> None:
+    """As before enable, if one module of a model is called on its own."""
+    model, lengths = kind.make(), [10 * length for length in WHOLE] if kind.usual else WHOLE
+    with Promoted():
+        assert_odd_calls_are_stock(model, kind.arguments(lengths), kind.enable)
 
 
 FILE = "funasr.models.transformer.attention"
