@@ -20,7 +20,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from triton_relattn._core.sizes import Parser
+from triton_relattn._command_line import Parser
 
 VERBS = {
     "speed": "verbs.speed",

@@ -26,7 +26,7 @@ from examples.music.chorales import IGNORED, load, training_batch
 from examples.music.tokens import VOICES
 from examples.music_transformer import MusicTransformer, Settings, token_losses
 from triton_relattn import RelativePositions, distributed, fused_relative_attention, tables
-from triton_relattn._core.sizes import Parser
+from triton_relattn._command_line import Parser
 from triton_relattn.nn import RelativeAttention
 
 STEPS = 3

@@ -35,7 +35,7 @@ from examples.music import chorales, report
 from examples.music.chorales import EDGE, IGNORED, Chorale, Split
 from examples.music.ngram import Ngram
 from examples.music.tokens import VOCABULARY, VOICES
-from triton_relattn._core.sizes import Parser, bounded
+from triton_relattn._command_line import Parser, bounded
 from triton_relattn.nn import RelativeMultiheadAttention
 from triton_relattn.tables import sinusoids
 

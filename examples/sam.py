@@ -14,7 +14,7 @@ from bench.families import FAMILIES
 from bench.report.rows import read
 from bench.report.text import short_bytes, short_time, table
 from bench.verbs.options import new_folder, positive_numbers, seconds
-from triton_relattn._core.sizes import Parser
+from triton_relattn._command_line import Parser
 from triton_relattn.integrations.transformers import enable
 
 PATCH = 16

@@ -18,7 +18,7 @@ import torch
 
 from . import __version__, check
 from ._blockwise.products import VARIABLE, chooses_onednn
-from ._core.sizes import Parser, bounded, rows, sizes
+from ._command_line import Parser, bounded, rows, sizes
 from ._implementations import can_run_triton, choose_implementation
 from .integrations.enable import enable
 from .integrations.transformers import families

@@ -45,7 +45,7 @@ except ModuleNotFoundError as error:
 
 from bench.report.rows import in_one_line
 from bench.verbs.options import interpreted, some_of
-from triton_relattn._core.sizes import Parser
+from triton_relattn._command_line import Parser
 
 from . import checks, measurements, stub
 from .report import CUT_OFF, FAILED, OK, Outcome, Report, wrong_kinds

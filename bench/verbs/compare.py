@@ -94,7 +94,7 @@ def serve(folder: str, verb: str, arguments: list[str]) -> None:
 
 def parse(verb: str, arguments: list[str]) -> argparse.Namespace:
     """The options of a verb."""
-    from triton_relattn._core.sizes import Parser
+    from triton_relattn._command_line import Parser
 
     module = importlib.import_module(VERBS[verb])
     parser = Parser(prog=f"python -m bench compare REF {verb}", description=module.__doc__)

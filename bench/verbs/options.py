@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import torch
 
-from triton_relattn._core.sizes import bounded, rows
-from triton_relattn._core.sizes import sizes as shape
+from triton_relattn._command_line import bounded, rows
+from triton_relattn._command_line import sizes as shape
 from triton_relattn._peaks import SHARE, available_bytes
 
 from ..cases import attention as cases

@@ -19,7 +19,7 @@ from bench.report.text import short_bytes, table
 from bench.verbs.options import available_device, existing_device, gibibytes, new_folder, seconds
 from bench.verbs.speed import COLUMNS
 from triton_relattn.__main__ import environment
-from triton_relattn._core.sizes import Parser, bounded
+from triton_relattn._command_line import Parser, bounded
 from triton_relattn._peaks import SHARE, available_bytes
 
 from ..music.tokens import chorales
