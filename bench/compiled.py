@@ -73,7 +73,7 @@ def selected(kernel: str, target: str, tensors: AttentionTensors | GridTensors, 
 def launched(tensors: AttentionTensors | GridTensors, spec: Any) -> list[str]:
     """The kernels of KERNELS that a call, all of whose gradients are wanted, launches; its tensors may be on "meta".
 
-    rel_value's gradient takes the dtable kernel once more where there is a table for the scores as well.
+    rel_value's gradient takes the dtable kernel again where there is a table for the scores as well.
     """
     if isinstance(tensors, GridTensors):
         return ["forward", "dq", "dkv"]

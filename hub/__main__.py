@@ -40,7 +40,7 @@ LEFT_OUT = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m hub", description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "hub", help="the folder, which is made anew")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "hub", help="the folder, which is replaced")
     parser.add_argument(
         "--repo", type=repository, default=f"OWNER/{NAME}", help="the repository on the hub, for build.toml and the card"
     )
@@ -70,7 +70,7 @@ def git(*arguments: str) -> str:
 
 
 def export(out: Path, repo: str) -> None:
-    """Write the repository; out is made anew."""
+    """Write the repository; out is replaced."""
     shutil.rmtree(out, ignore_errors=True)
     module = NAME.replace("-", "_")
     sources = out / "torch-ext" / module

@@ -106,7 +106,7 @@ def in_float64(given: Tensors) -> Tensors:
 def assert_right(case: Case, ours: Tensors, given: Tensors, is_exact: bool = False) -> Tensors:
     """Apply the error rules to out and all gradients, and return the exact ones.
 
-    is_exact: in float32, too, gradients are compared with those of plain torch, instead of with what sums may round.
+    is_exact: also in float32 gradients are compared with those of plain torch, instead of with what sums may round.
     """
     dtype, exact = given[0].dtype, results(by_formula, case, in_float64(given))
     plain, largest = results("reference", case, given), max(float(result.abs().max()) for result in exact)

@@ -120,14 +120,14 @@ def fused_relative_attention(
             one (a key-value cache, as FlashAttention does). None is 0, but a causal call with fewer queries than keys warns.
         dropout_p: dropout probability of the attention weights; those kept are multiplied by 1 / (1 - dropout_p). The choice of
             weights depends on torch's generator only, not on the implementation (``testing.dropout_mask`` shows it). Compiled by
-            inductor, a call draws from inductor's generator, which repeats after ``torch.manual_seed``, too, but differs.
+            inductor, a call draws from inductor's generator, which also repeats after ``torch.manual_seed``, but differs.
         scale: factor of q.k, ``D ** -0.5`` by default.
         rel_scale: factor of p.E and of k.F, by default scale.
         softcap: limit the logits smoothly to +-softcap.
         enable_gqa: let Hq / Hk successive heads of the query share one of key and value.
         return_lse: also return the log-sum-exp of the logits, mask included, before dropout.
         implementation: ``"triton"``, ``"blockwise"`` or ``"reference"`` (dense, O(Nq * Nk) memory). By default "triton" on a GPU
-            that can run it, else "blockwise". A GPU that gets "blockwise" warns why, once for each reason. An implementation
+            that can run it, else "blockwise". A GPU that gets "blockwise" warns why, once per reason. An implementation
             that is asked for by name is used, or the call raises.
 
     Returns:
@@ -137,7 +137,7 @@ def fused_relative_attention(
         Keys and values that no query sees (by key_lengths, is_causal or window_size) are not read: they may hold NaN, and their
         gradients are 0.
 
-    Query, key and value may be jagged nested tensors (B, H, N, D), each a (B, N, H, D) transposed; the result is one, too.
+    Query, key and value may be jagged nested tensors (B, H, N, D), each a (B, N, H, D) transposed; the result is one as well.
     They are computed by :func:`fused_relative_attention_varlen`, without a copy.
 
     All tensors share one dtype (float16, bfloat16, float32, float64) and device; any strides. Scores and sums are float32
@@ -155,7 +155,7 @@ def fused_relative_attention(
     Warns:
         RuntimeWarning: once, a GPU gets "blockwise" by default, or kernels by default that nobody has checked there
             (``python -m triton_relattn check``).
-        UserWarning: once for each reason, the call is probably a mistake. A causal call has fewer queries than keys, but no
+        UserWarning: once per reason, the call is probably a mistake. A causal call has fewer queries than keys, but no
             query_offset. A table does not cover the call (see positions), or is_causal hides all of its rows but the first, or
             all of its rows are of the past and nothing hides the future (``window_size=(-1, -1)`` says that this is meant). A
             mask of three dimensions also has the batch's size (or one of two dimensions that is not square): four say what is
@@ -279,7 +279,7 @@ def fused_relative_attention_varlen(
         max_seqlen_q: an int, the length of the longest sequence of queries, or more. ``lengths.max().item()`` gives it, but
             waits for a GPU (and in torch.compile needs ``torch._dynamo.config.capture_scalar_outputs``).
         max_seqlen_k: the same for keys.
-        query_offset: an int, or (B,), one for each sequence.
+        query_offset: an int, or (B,), one per sequence.
 
     The other arguments are those of :func:`fused_relative_attention`, without attn_mask and key_lengths. Dropout in sequence b is
     that of batch entry b of the padded function.

@@ -62,7 +62,7 @@ def attention_maps(
 
 
 def attention_by_distance(query: torch.Tensor, key: torch.Tensor, rel_key: torch.Tensor | None = None, **arguments: Any) -> Any:
-    """Draw the mean probability against the relative position r = j - i - query_offset: a line for each head and one for their
+    """Draw the mean probability against the relative position r = j - i - query_offset: a line per head and one for their
     mean.
 
     The mean is over all pairs with that r, of all batch entries. Arguments and errors as of :func:`attention_maps`.

@@ -64,7 +64,7 @@ def call(
 
     Args:
         has_lengths, length: not on a grid. has_lengths: whether the batch is padded.
-        per_head: whether the table of TABLES is one for each head.
+        per_head: whether the table of TABLES is one per head.
         heads: except for "inkling", which has eight for one of the keys.
     """
     name = features.removesuffix("_causal")

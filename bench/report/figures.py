@@ -24,7 +24,7 @@ KIND = ("group", "head_dim", "rel_dim", "table", "is_causal", "dtype")
 """Columns that the points of a line have in common."""
 SIZE = ("batch", "heads", "key_heads")
 INK, MUTED, GRID = "#1f2933", "#6b7785", "#e3e8ee"
-# Ours in a strong colour; the baselines are told apart by lightness and marker, also in print and by the colour-blind.
+# Ours in a strong colour; lightness and marker distinguish the baselines, also in print and by the colour-blind.
 STYLES: dict[str, dict[str, Any]] = {
     OURS: {"color": "#d1495b", "marker": "o", "linewidth": 2.8, "markersize": 7, "zorder": 5},
     "shaw_gather": {"color": "#0b3954", "marker": "s"},

@@ -378,7 +378,7 @@ def test_plans_do_not_grow_without_end(recorder: Recorder, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(("table", "last"), [("none", 0), ("clamp", 64), ("full", 499)])
 def test_new_lengths_are_rarely_decided(recorder: Recorder, table: str, last: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A decision is made for whether numbers are multiples of 16, for tiles, and for how many programs share a sum."""
+    """A decision holds for whether numbers are multiples of 16, for tiles, and for how many programs share a sum."""
     decided, made = list[str](), plan._decided
 
     def noted(key: plan.Key, sizes: Any) -> plan.Template:

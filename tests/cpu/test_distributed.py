@@ -67,7 +67,7 @@ def operands(length: int = 23, keys: int | None = None, heads: int = HEADS, key_
 
 
 def all_terms(*per_head: str) -> Tensors:
-    """A call with all tables; some have rows for each head."""
+    """A call with all tables; some have rows per head."""
     rows = {"rel_key": (9, 3), "rel_value": (9, WIDTH + 1), "rel_bias": (9,), "rel_p2c": (9, WIDTH)}
     tables = {name: normal(*(HEADS,) * (name in per_head), *shape) for name, shape in rows.items()}
     return {**operands(), "rel_query": normal(2, HEADS, 23, 3, seed=3), **tables}

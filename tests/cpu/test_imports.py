@@ -200,9 +200,9 @@ with warnings.catch_warnings():
 call(implementation="triton")
 call(implementation="triton")
 """
-    first, *told, second, third = run(program)
-    assert (first, second, third) == ("--",) * 3 and len(told) == is_new
-    for line in told:
+    first, *warned, second, third = run(program)
+    assert (first, second, third) == ("--",) * 3 and len(warned) == is_new
+    for line in warned:
         assert line.startswith(f"RuntimeWarning Triton {version} is newer than {'.'.join(NEWEST)}, ") and "make gpu" in line
 
 

@@ -151,7 +151,7 @@ def test_pieces_of_a_sequence(name: str, kind: str, padding: int, changes: dict[
 
 @pytest.mark.parametrize("name", ["mpt", pytest.param("bloom", marks=pytest.mark.thorough)])
 def test_a_layer_with_a_hook_after_ours(name: str) -> None:
-    """It is stock; a static cache counts in place, so its mask is made when the first layer has counted already."""
+    """It is stock; a static cache counts in place, so its mask comes after the first layer has counted."""
     model = writer(name, torch.float64)
     tokens = arguments(name, model, PADDED)["input_ids"]
 

@@ -238,7 +238,7 @@ def test_every_tile_that_some_gpu_gets(number: int) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("fields", [{"positions": (-4, 6, "clamp"), "tables": TABLES[:3]}, {"dtype": "float16", "scale": 0.02}])
 def test_tiles_that_do_not_fit_are_replaced(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """By smaller ones, with a warning; results are right. A plan that is made again has nothing of the first attempt."""
+    """By smaller ones, with a warning; results are right. A new plan has nothing of the first attempt."""
     limits, launch = {"forward": 32, "stored_dq": 16, "dq": 32, "dkv": 32, "dtable": 16}, Draft.launch
 
     def refuse(draft: Draft, name: str, kernel: Any, config: Any, *others: Any) -> None:

@@ -52,7 +52,7 @@ SUMS = {"parts", "ends", "gradients"}
 WORKSPACE = {"ds", "stored_probs", "stored"}
 """dS and P: contiguous, and within a sequence and head addressed in 32 bits."""
 PER_ROW = {"query", "key", "value", "rel_query", "outs", "d_outs", "d_queries", "d_keys", "d_values", "d_rel_queries"}
-"""One row for each query or key, in all calls; in some also those of these names."""
+"""One row per query or key, in all calls; in some also those of these names."""
 OTHER_ROWS = {"attn_mask", "residuals", "vectors"}
 
 

@@ -44,7 +44,7 @@ def test_parts_change_only_how_sums_are_added_up(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["clamp", "zero"])
 def test_only_needed_kernels_run(kind: str) -> None:
-    """Only the kernels that the wanted gradients need are launched, once for each part. These have the same bits alone."""
+    """Only the kernels that the wanted gradients need are launched, once per part. These have the same bits alone."""
     sample = named_call("every table", kind, "heads", dtype="float16", batch=1, key_heads=2, group=1)
     way, every = Guarded(small=True), compute(sample, SMALL)
     far, far_keys = (["dq"], ["far_keys"]) if kind == "clamp" else ([], [])

@@ -170,7 +170,7 @@ def test_autocast_does_not_change_the_precision(way: Way) -> None:
 
 @plain_torch
 def test_repeats_bit_for_bit() -> None:
-    """With two threads, too."""
+    """Also with two threads."""
     case = Case((12, 11), prefix=1, batch=2)
     torch.set_num_threads(2)
     try:

@@ -89,7 +89,7 @@ SHARP: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", SHARP)
 @pytest.mark.parametrize("way", WAYS[:1], ids=str)
 def test_table_gradients_are_as_good_as_one_rounding(way: Way, case: str, dtype: str) -> None:
-    """With sharp attention, too, where an error that all dS of a query share would add up in the sum over queries."""
+    """Also with sharp attention, where an error that all dS of a query share would add up in the sum over queries."""
     fields = {"tables": ("rel_key",), "positions": (-16, 16, "clamp"), **SHARP[case]}
     sizes: dict[str, Any] = {"key_heads": 2, "num_queries": LENGTH, "num_keys": LENGTH, "width": 32, "value_width": 32}
     sample = Sample(**{**sizes, **fields, "dtype": dtype, "sharp": True, "seed": 1})

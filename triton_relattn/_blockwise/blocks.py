@@ -29,16 +29,16 @@ class Sizes(NamedTuple):
     """The sizes of blocks. They are no part of a call's meaning, but for rounding."""
 
     short_rows: int = 224  # queries up to which a batch of sequences has one block
-    rows: int = 128  # queries of a block for each thread, of one head
+    rows: int = 128  # queries of a block per thread, of one head
     min_rows: int = 32
     """The same where heads share keys, or the window is short: most scores of a block much longer than it would be hidden."""
     batch_rows: int = 64
     """Queries of a band of a batch, and of its blocks if they are not short: with more, bands have many unneeded columns."""
     few_scores: int = 1 << 17  # of a block of one head, up to which heads and sequences are computed in batches
-    elements: int = 1 << 19  # scores of a batch for each thread, two megabytes
+    elements: int = 1 << 19  # scores of a batch per thread, two megabytes
     fused_rows: int = 256
     """Queries of a block of fused attention; with a window an eighth of the keys at most, since a block has hidden pairs."""
-    fused_elements: int = 1 << 21  # terms of a block of fused attention for each thread
+    fused_elements: int = 1 << 21  # terms of a block of fused attention per thread
 
 
 SIZES = Sizes()

@@ -1,6 +1,6 @@
 """Products of matrices: in which dtype, and by which of the two libraries that torch has on a CPU.
 
-Scores, the softmax and sums are float32 whatever the inputs are. Products of bfloat16 inputs could be, too: the inputs are exact
+Scores, the softmax and sums are float32 whatever the inputs are. So could products of bfloat16 inputs be: the inputs are exact
 there. But processors with instructions for bfloat16 (AMX, AVX512-BF16, Arm's BF16) take a third to a half of the time for
 bfloat16 products, which add up in float32 and round the result once. So there the operands of products are bfloat16, as in flash
 kernels, P and dS among them. Three products stay in float32, whose rounding would show in the gradients of tables: those that

@@ -27,7 +27,7 @@ LEVELS = 5  # of the stack from warn_of_likely_mistakes to the caller of a publi
 
 
 def warn_of_likely_mistakes(args: Arguments, tensors: AttentionTensors, spec: AttentionSpec) -> None:
-    """Warn of a valid call that is probably a mistake, once for each reason; what was warned of is not looked at again."""
+    """Warn of a valid call that is probably a mistake, once per reason; what was warned of is not looked at again."""
     for check in LIKELY_MISTAKES:
         if not was_given(check.__name__) and (text := check(args, tensors, spec)):
             warn_once(check.__name__, text, LEVELS, UserWarning)
@@ -43,7 +43,7 @@ def _exchanged_dimensions(args: Arguments, tensors: AttentionTensors, spec: Atte
 
     - very many heads, or as many as the positions that the table covers;
     - or more than twice as many heads as positions, in self-attention with a table that the heads share. A prompt of a few tokens
-      may have that, too, but not for few heads, and not if anything else tells heads from positions: a table, a mask or keys.
+      may have that as well, but not for few heads, and not if anything else tells heads from positions: a table, a mask or keys.
     """
     heads, num_queries, num_keys = tensors.query.shape[1], spec.max_seqlen_q, spec.max_seqlen_k
     if heads <= num_queries or heads <= num_keys:

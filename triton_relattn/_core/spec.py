@@ -42,11 +42,11 @@ class AttentionTensors(NamedTuple):
 
 
 TABLES = ("rel_key", "rel_value", "rel_bias", "rel_p2c")
-"""Names of the tensors with a row for each relative position, in their order."""
+"""Names of the tensors with a row per relative position, in their order."""
 
 
 def is_per_head(name: str, table: torch.Tensor) -> bool:
-    """Return whether one of TABLES has rows for each head, (Hq, R, ...), and not rows that the heads share, (R, ...)."""
+    """Return whether one of TABLES has rows per head, (Hq, R, ...), and not rows that the heads share, (R, ...)."""
     return table.ndim > 1 + (name != "rel_bias")
 
 

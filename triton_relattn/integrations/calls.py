@@ -107,7 +107,7 @@ HAS_FLAG = hasattr(torch.compiler, "_is_exporting_flag")
 
 
 def is_graph() -> bool:
-    """Return whether a graph of the call is made (torch.export, ONNX, torch.jit.trace), which has the stock forward."""
+    """Return whether the call is traced for a graph (torch.export, ONNX, torch.jit.trace), which has the stock forward."""
     if torch.compiler.is_compiling():
         return torch.compiler._is_exporting_flag if HAS_FLAG else torch.compiler.is_exporting()
     return bool(torch.jit.is_tracing() or torch.onnx.is_in_onnx_export())

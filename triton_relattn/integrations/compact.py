@@ -18,7 +18,7 @@ Make = Callable[[Any], Any]
 
 
 class Compact(torch.Tensor):
-    """A tensor of which a dense form is made when it is needed, and kept; is_written: that was written to, and differs now."""
+    """A tensor whose dense form is computed when it is needed, and kept; is_written: that was written to, and differs now."""
 
     _make: Make
     _dense: Any

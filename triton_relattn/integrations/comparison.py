@@ -220,7 +220,7 @@ def described(returned: Any, sample: Sample) -> tuple[str, ...]:
 
 
 def is_weights(value: Any, pairs: tuple[int, int]) -> bool:
-    """Return whether a value is attention weights: a number for each pair of a query and a key, of which each row sums to one."""
+    """Return whether a value is attention weights: a number per pair of a query and a key, of which each row sums to one."""
     if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dim() < 3 or value.shape[-2:] != pairs:
         return False
     return not bool((value < 0).any()) and torch.allclose(value.sum(-1), torch.ones_like(value[..., 0]), atol=1e-5)

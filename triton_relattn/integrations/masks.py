@@ -52,7 +52,7 @@ class ChunkedWindow:
     def attend(
         self, operator: Callable[..., torch.Tensor], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """Call operator once for a window, and for chunks once for each part of the queries, with the keys that it sees."""
+        """Call operator once for a window, and for chunks once per part of the queries, with the keys that it sees."""
         outs = []
         for queries, keys in self._parts(query.shape[2], key.shape[2]):
             outs.append(

@@ -44,7 +44,7 @@ class Row:
 class Report(dict[str, str]):
     """The replaced modules: their names, as ``model.named_modules()`` has them, and those of their classes.
 
-    rows: a :class:`Row` for each module with relative attention, replaced or left. lengths: those that memory is counted for.
+    rows: a :class:`Row` per module with relative attention, replaced or left. lengths: those that memory is counted for.
     packed: of encoders, by name, the difference between packed and padded, or why one stays padded. As text it is a table.
     """
 

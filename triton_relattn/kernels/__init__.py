@@ -2,7 +2,7 @@
 
 Then plan.py and draft.py, how the launches of a call are decided once for all calls of its kind, whatever their sizes (sizes.py),
 forward.py, and backward.py with delta.py, bwd_dkv.py, bwd_stored_dq.py, bwd_dtable.py, bwd_dp2c.py, bwd_dq.py and
-table_gradient.py, a file for each kernel. Their steps are functions of tile/blocks.py, tile/band.py and tile/logits.py.
+table_gradient.py, a file per kernel. Their steps are functions of tile/blocks.py, tile/band.py and tile/logits.py.
 DERIVATION.md derives them. Attention on a grid is an operator of its own.
 
 Shapes in comments: a tile has M queries and N keys, [M, N] (TILE.block_m, TILE.block_n). A query or key has the width D, a value

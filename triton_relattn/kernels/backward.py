@@ -52,7 +52,7 @@ def backward(
     - float32 sums for the gradient of the query, if not all pairs of a head are in the workspace at once, and for what a table
       without a row for every pair adds to it.
     - Each table's gradient in float32, once for each of the programs that share its sum (table_splits). Not if one
-      program computes all of it. With clamped tables two rows for each block of queries.
+      program computes all of it. With clamped tables two rows per block of queries.
     - A workspace: 2 bytes (4 with float32 inputs) per pair of a query and a key that a table has a row for, and twice
       that with rel_value; for all heads at once or some heads or keys at a time, within TRITON_RELATTN_WORKSPACE bytes. If that
       is not set, the limit is the most of 256 MiB, the size of query, key and value, and what keeps the GPU busy

@@ -22,7 +22,7 @@ MAX_QUERIES = 8 * MAX_BLOCK  # between the first and the last of a tile, whose q
 
 # No field of a group of arguments may have the name of an attribute of Triton's own tuple: above all not values or type. Groups
 # of tensors and numbers are such tuples in kernels. Up to Triton 3.7 a group of constants was the Python tuple itself there.
-# Since 3.8 it is Triton's, too, and so is a group within a group: a field TileConstants.values was then not what it held, but
+# Since 3.8 it is Triton's as well, and so is a group within a group: a field TileConstants.values was then not what it held, but
 # the list of all fields. tests/compile/test_launches.py looks at every group.
 
 

@@ -203,7 +203,7 @@ _run, _compiled_run = JITFunction.run, CompiledKernel.__dict__["run"]
 
 def launcher() -> str:
     """Return who launches kernels: "plan", if Triton does no more than launch; "Triton", if somebody watches or debugs its
-    launches (and on AMD's GPUs, for which it compiles by the sizes of tensors, too); "another" in its place, as its
+    launches (and on AMD's GPUs, for which it also compiles by the sizes of tensors); "another" in its place, as its
     interpreter."""
     runtime = knobs.runtime
     if kernels_are_interpreted() or JITFunction.run is not _run or CompiledKernel.__dict__["run"] is not _compiled_run:

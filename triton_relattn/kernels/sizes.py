@@ -1,6 +1,6 @@
 """Sizes of a call as symbols, so that what is decided for one length serves others.
 
-While a plan is made each size is a ``Size``, an integer that notes what is computed from it and how every question about it is
+While a call is planned each size is a ``Size``, an integer that notes what is computed from it and how every question about it is
 answered. From the notes comes a function that computes the same from other sizes, or finds that a question has another answer:
 
     notes = Notes((200, 64))

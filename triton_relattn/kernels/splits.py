@@ -1,6 +1,6 @@
 """Few queries and many keys: several programs share the keys of a block of queries, and one more kernel merges their results.
 
-Without that, a step of decoding would keep no more than one multiprocessor busy for each head and sequence (Dao et al.,
+Without that, a step of decoding would keep no more than one multiprocessor busy per head and sequence (Dao et al.,
 "Flash-Decoding", 2023).
 """
 
@@ -20,7 +20,7 @@ BLOCK_M = 16
 @triton.jit
 def split_range(key_first, key_stop, near_start, near_stop, TILE: tl.constexpr):
     """Return blocks.key_range for program_id(1) of the num_programs(1) programs that share the keys."""
-    # As many whole tiles for each program
+    # As many whole tiles per program
     tiles = tl.cdiv(tl.maximum(key_stop - key_first, 0), TILE.block_n)
     keys = tl.cdiv(tiles, tl.num_programs(1)) * TILE.block_n
     first = tl.minimum(key_first + tl.program_id(1) * keys, key_stop)

@@ -5,7 +5,7 @@ and dp2c_kernel leave partial sums (splits, table heads, rows, width) in float32
 two other kernels: each program of dq_kernel has sums over its queries, each program of dkv_kernel over its keys, for the first
 row and for the last: ``end_rows``, (heads, sequences, blocks, 2, width).
 
-Queries beyond a clamped rel_p2c that share a tile of the dkv kernel with others have a row for each distance in its partial sums,
+Queries beyond a clamped rel_p2c that share a tile of the dkv kernel with others have a row per distance in its partial sums,
 the margin: so many rows before the first and after the last. They also belong to the end rows.
 """
 
@@ -168,7 +168,7 @@ class TableSums:
     """The sums of which a call's gradients of tables consist, and where kernels store them.
 
     Attributes:
-        per_head: there is a sum for each head.
+        per_head: there is a sum per head.
         adds: programs add to the sums that are there.
         grid: of the dtable kernel.
     """
@@ -182,7 +182,7 @@ class TableSums:
         workspace: Workspace,
     ) -> None:
         self.call, self.gradients = call, gradients
-        # If any table has a matrix for each head, all get a sum for each head, also those that the heads share.
+        # If any table has a matrix per head, all get a sum per head, also those that the heads share.
         tables = {name: table for name in TABLES if (table := getattr(tensors, name)) is not None}
         self.per_head = any(is_per_head(name, table) for name, table in tables.items())
         self.table_heads = call.heads if self.per_head else 1
@@ -225,7 +225,7 @@ class TableSums:
         return self.sums[name].strided if name in self.sums else None
 
     def add_up(self, end_rows: Mapping[str, Slot | None]) -> None:
-        """Launch a kernel for each gradient that is a sum. end_rows: by table, what lies beyond a clamped one."""
+        """Launch a kernel per gradient that is a sum. end_rows: by table, what lies beyond a clamped one."""
         for name, parts in self.parts.items():
             gradient, ends = self.gradients[name], end_rows.get(name)
             assert gradient is not None

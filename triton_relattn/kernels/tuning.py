@@ -88,7 +88,7 @@ def tune(
         report: called with each kernel's result as soon as it is known.
 
     Returns:
-        One for each kernel, in the order in which they run.
+        One per kernel, in the order in which they run.
 
     Raises:
         RuntimeError: the tensors are not on a GPU.

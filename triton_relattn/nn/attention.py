@@ -210,7 +210,7 @@ class RelativeMultiheadAttention(nn.Module):
     def music_transformer(
         cls, embed_dim: int, num_heads: int, length: int, *, per_head: bool = True, **options: Any
     ) -> RelativeMultiheadAttention:
-        """Make attention with a row for each distance to the past below ``length``; call it with is_causal=True.
+        """Make attention with a row per distance to the past below ``length``; call it with is_causal=True.
 
         Greater distances use the row of length - 1. For use beyond the training length choose a smaller ``length``: in a table
         that is as long as the training sequences, few pairs train the most distant rows. Huang et al., 2018.
@@ -222,7 +222,7 @@ class RelativeMultiheadAttention(nn.Module):
     def general(
         cls, embed_dim: int, num_heads: int, length: int, *, per_head: bool = False, **options: Any
     ) -> RelativeMultiheadAttention:
-        """Make attention with a row for each distance below ``length``, past and future."""
+        """Make attention with a row per distance below ``length``, past and future."""
         sizes = _head_dim(embed_dim, num_heads), length, num_heads if per_head else None
         return cls(embed_dim, num_heads, encoding=encodings.general(*sizes, **_factory(options)), **options)
 
@@ -246,7 +246,7 @@ class RelativeMultiheadAttention(nn.Module):
         bidirectional: bool = True,
         **options: Any,
     ) -> RelativeMultiheadAttention:
-        """Make attention with a number for each bucket of distances. As in T5, q.k is not scaled and projections have no bias.
+        """Make attention with a number per bucket of distances. As in T5, q.k is not scaled and projections have no bias.
         Raffel et al., 2019."""
         encoding = encodings.T5Encoding(num_heads, num_buckets, max_distance, bidirectional, **_factory(options))
         return cls(embed_dim, num_heads, encoding=encoding, **{"scale": 1.0, "bias": False, **options})

@@ -146,7 +146,7 @@ class T5Encoding(nn.Module):
 
 
 class ALiBiEncoding(nn.Module):
-    """``-slope * |r|`` added to the logits, a slope for each head. Source: Press et al., "ALiBi", 2021.
+    """``-slope * |r|`` added to the logits, a slope per head. Source: Press et al., "ALiBi", 2021.
 
     Args:
         learned: make the slopes a parameter, ``slopes``. Keep it in float32 or more: 16 bits are too few for ``-slope * |r|``.
@@ -208,10 +208,10 @@ def shaw(head_dim: int, max_distance: int, num_heads: int | None = None, *, valu
 
 
 def music_transformer(head_dim: int, length: int, num_heads: int | None = None, **options: Any) -> TableEncoding:
-    """Make a table with a row for each distance to the past below ``length``, for causal attention. Huang et al., 2018."""
+    """Make a table with a row per distance to the past below ``length``, for causal attention. Huang et al., 2018."""
     return TableEncoding(RelativePositionTable(RelativePositions(1 - length, 0), head_dim, num_heads, **options))
 
 
 def general(head_dim: int, length: int, num_heads: int | None = None, **options: Any) -> TableEncoding:
-    """Make a table with a row for each distance below ``length``, past and future."""
+    """Make a table with a row per distance below ``length``, past and future."""
     return TableEncoding(RelativePositionTable(RelativePositions(1 - length, length - 1), head_dim, num_heads, **options))

@@ -11,7 +11,7 @@ from ..positions import RelativePositions
 
 
 class RelativePositionTable(nn.Module):
-    """A learned vector, or number, for each relative position.
+    """A learned vector, or number, per relative position.
 
     Args:
         positions: the relative positions of the rows, and what applies beyond them.

@@ -23,13 +23,13 @@ from .roles import MASK, assigned, is_readable, is_table, own_parameters, split_
 
 
 class PastRows(Kind):
-    """(q_i . k_j + q_i . E[j - i]) / sqrt(D) for j <= i; E, R rows, that of the most distant past first, for each head or shared.
+    """(q_i . k_j + q_i . E[j - i]) / sqrt(D) for j <= i; E, R rows, that of the most distant past first, per head or shared.
 
     For the future the skew leaves other rows' terms there, so only calls are served whose mask hides it. Beyond R positions the
     first row applies, if E is an embedding (``clips``); else the stock forward raises.
     """
 
-    title = "a row for each distance to the past (Music Transformer)"
+    title = "a row per distance to the past (Music Transformer)"
 
     state_roles = ("query", "key", "value")
     meanings = (ADDED, HIDDEN, SHOWN)

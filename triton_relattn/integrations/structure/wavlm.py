@@ -1,7 +1,7 @@
 """A bias by bucket of the distance that each layer multiplies by a gate, as in WavLM: its copies in BEATs, torchaudio and
 programs for voices.
 
-The first layer makes the bias and passes it on. An enabled layer passes on a row for each distance, of which a stock layer gets
+The first layer makes the bias and passes it on. An enabled layer passes on a row per distance, of which a stock layer gets
 the bias of all pairs.
 
 Source: Chen et al., "WavLM: Large-Scale Self-Supervised Pre-Training for Full Stack Speech Processing", 2021.
@@ -58,7 +58,7 @@ def small_bias(table: torch.Tensor, batch: int, length: int, joined: bool = True
 
 
 class GatedBuckets(Kind):
-    """q_i . k_j / sqrt(D) + g_i * b[bucket(j - i)]; b, a number for each bucket and head, passed on by the first layer; g_i, a
+    """q_i . k_j / sqrt(D) + g_i * b[bucket(j - i)]; b, a number per bucket and head, passed on by the first layer; g_i, a
     gate of each query and head.
     """
 

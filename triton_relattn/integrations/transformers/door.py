@@ -7,7 +7,7 @@ layers pass on, or a :class:`Term`. Ours runs where the config names us; in all 
 
 Each module is compared once, by ``enable`` or in its first call: the stock forward with eager attention, and with ours. A module
 that differs has eager attention from then on, as have calls that ask for attention weights, graphs (torch.export, ONNX) and,
-on a CPU, calls with few scores. Whatever small form such a call got is made dense, so nothing else has to know who computes.
+on a CPU, calls with few scores. Whatever small form such a call got becomes dense, so nothing else has to know who computes.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def is_ours(module: Any) -> bool:
 
 @torch.compiler.assume_constant_result
 def _say_that_graphs_are_eager() -> bool:
-    """Say, while a graph is made, that it has eager attention: forwards cannot be compared meanwhile."""
+    """Say, while a graph is traced, that it has eager attention: forwards cannot be compared meanwhile."""
     about = "a graph of modules that were not compared has eager attention"
     cure = "call the model once before torch.compile, or triton_relattn.enable(model)"
     warn_once(about, f"triton_relattn: {about}: {cure}", 3, UserWarning)

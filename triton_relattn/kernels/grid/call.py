@@ -19,7 +19,7 @@ MIN_COLUMNS = 8
 
 
 class Sums(NamedTuple):
-    """Sums of dS and of P that the dq kernel stores for each query on the grid."""
+    """Sums of dS and of P that the dq kernel stores per query on the grid."""
 
     d_rows: Any  # (B, H, strips * height, queries on the grid): over the columns of a strip
     d_columns: Any  # (B, H, queries on the grid, width): over the rows

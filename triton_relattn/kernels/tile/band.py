@@ -236,7 +236,7 @@ def next_terms(query, table, carried, relative_position, TILE: tl.constexpr):
 
 @triton.jit
 def add_tile(acc, tile, table, relative_position, TILE: tl.constexpr):
-    """Add the tile's elements, each times its table row, to acc [M, D]: a product for each block that it has elements in."""
+    """Add the tile's elements, each times its table row, to acc [M, D]: a product per block that it has elements in."""
     DTYPE: tl.constexpr = table.matrix[0].dtype.element_ty
     packed = rotate(pack(tile, TILE, DTYPE), TILE, BACK=True)
     carried = empty_band(TILE, DTYPE)

@@ -131,7 +131,7 @@ def row_pointers(matrix, start, rows, valid, WIDTH: tl.constexpr, BLOCK_WIDTH: t
 def load_rows(matrix, start, rows, valid, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
     """Load rows start + rows as [rows, BLOCK_WIDTH]. Rows that are not valid, and columns beyond WIDTH, are zero."""
     pointers, mask = row_pointers(matrix, start, rows, valid, WIDTH, BLOCK_WIDTH)
-    # Past L1, where spilled registers lie. NVIDIA's copies to shared memory go past it, too; AMD's GPUs take this as "used once".
+    # Past L1, where spilled registers lie. NVIDIA's copies to shared memory also go past it; AMD's GPUs take this as "used once".
     CACHE: tl.constexpr = ".cg" if is_cuda() else ""
     return tl.load(pointers, mask=mask, other=0.0, cache_modifier=CACHE)  # [rows, BLOCK_WIDTH]
 

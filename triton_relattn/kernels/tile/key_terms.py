@@ -102,7 +102,7 @@ def reached_by_keys(key_start, place, window, TILE: tl.constexpr):
     return -highest, -lowest
 
 
-# Beyond a clamped table the term is one number for each key.
+# Beyond a clamped table the term is one number per key.
 
 
 @triton.jit
