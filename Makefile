@@ -36,7 +36,7 @@ lint: setup ## ruff and mypy
 	$(BIN)/mypy
 
 # Triton decides when a kernel is decorated whether it is interpreted: two kinds of tests, two processes.
-test: setup ## all parts, in plain torch and in Triton's interpreter: before a pull request
+test: setup ## all in plain torch, and some of the kernels in Triton's interpreter: before a pull request
 	$(PYTEST) tests/cpu tests/enable tests/operator -m $(QUICK)
 	TRITON_INTERPRET=1 $(PYTEST) $(INTERPRETED) -m $(QUICK)
 	@echo "Not run: the other tests of kernels, interpreted, compiled and emulated (make kernels), long cases (make long"
