@@ -18,16 +18,12 @@ import torch
 
 from . import __version__, check
 from ._blockwise.products import VARIABLE, chooses_onednn
-from ._command_line import Parser, bounded, rows, sizes
+from ._command_line import Parser, available_device, bounded, rows, sizes
 from ._implementations import can_run_triton, choose_implementation
 from .integrations.enable import enable
 from .integrations.transformers import families
 from .measure import Work, build, measure
 from .positions import RelativePositions
-
-
-def available_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def environment(device: str, width: int = 64) -> str:

@@ -39,7 +39,6 @@ class Known(NamedTuple):
     surroundings: Any
     run: Callable[..., Results]
     is_differentiated: bool
-    save_extra: bool
     is_rearranged: bool  # the implementation gets other tensors than the caller gave
 
 
@@ -89,7 +88,7 @@ def _know(tensors: AttentionTensors, spec: AttentionSpec, chosen: Implementation
     differentiated = is_differentiated(tensors)
     save_extra = differentiated and chosen.saves_extra(tensors, spec)
     run, surroundings = chosen.prepared(tensors, spec, save_extra), chosen.surroundings(tensors.query)
-    return Known(spec, chosen, surroundings, run, differentiated, save_extra, is_rearranged)
+    return Known(spec, chosen, surroundings, run, differentiated, is_rearranged)
 
 
 def key_of(arguments: Arguments, name: str | None) -> Any:

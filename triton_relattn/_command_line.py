@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
+import torch
+
 Number = TypeVar("Number", int, float)
 
 SIZES = {"b": "batch", "h": "heads", "n": "length", "d": "head_dim", "kv": "key_heads", "q": "num_queries"}
@@ -19,6 +21,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def available_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def bounded(kind: type[Number], least: float, most: float = math.inf) -> Callable[[str], Number]:

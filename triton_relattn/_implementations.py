@@ -82,14 +82,14 @@ class Blockwise(Implementation):
         if isinstance(tensors, GridTensors):
             return grids.new_out(tensors), None, None, None
         out = new_like(tensors.query, tensors.value.shape[-1])
-        return out, self._empty_lse(tensors, spec), None, self._empty_probs(tensors, spec, save_extra)
+        return out, attention.new_lse(tensors, spec), None, self._empty_probs(tensors, spec, save_extra)
 
     def forward(self, tensors: Tensors, spec: Spec, save_extra: bool) -> Results:
         if isinstance(tensors, GridTensors):
             return grids.forward(tensors, spec.scale, spec.dropout_p), None, None, None
         probs = self._empty_probs(tensors, spec, save_extra)
         out, lse = attention.forward(tensors, spec, probs)  # writes products into tensors, which autocast leaves as they are
-        return out, lse if spec.with_lse else None, None, probs
+        return out, lse, None, probs
 
     def backward(
         self,
@@ -105,9 +105,6 @@ class Blockwise(Implementation):
                 return grids.backward(d_out, tensors, spec.scale, spec.dropout_p, needs_grad)
             _, _, probs = saved
             return attention.backward(d_out, d_lse, tensors, spec, needs_grad, probs)
-
-    def _empty_lse(self, tensors: AttentionTensors, spec: AttentionSpec) -> torch.Tensor | None:
-        return attention.new_lse(tensors, spec) if spec.with_lse else None
 
     def _empty_probs(self, tensors: AttentionTensors, spec: AttentionSpec, save_extra: bool) -> torch.Tensor | None:
         """Allocate the probabilities, if they are saved."""
@@ -265,7 +262,7 @@ def _refusal(name: str, reason: str) -> NotImplementedError:
 def _warn_blockwise(reason: str) -> None:
     """Warn that a GPU gets blockwise. That is expected for float64, but usually a mistake if Triton does not load."""
     text = f'a call on a GPU is computed by "blockwise", in plain torch, since the Triton kernels cannot serve it: {reason}. '
-    warn_once(reason, text + 'implementation="blockwise" asks for that without this warning', stacklevel=5)
+    warn_once(reason, text + 'implementation="blockwise" asks for that without this warning')
 
 
 # Whether the kernels can run here, and whether anybody has tested them with this Triton and on this GPU.
@@ -328,7 +325,7 @@ def _warn_untested_triton(device: torch.device) -> None:
         newest = ".".join(map(str, NEWEST_TRITON))
         text = f"Triton {version} is newer than {newest}, the newest that the kernels were tested with. "
         cure = 'Check them on this GPU ("make gpu" in a clone of triton_relattn), or use implementation="blockwise"'
-        warn_once("untested triton", text + cure, stacklevel=5)
+        warn_once("untested triton", text + cure)
 
 
 CHECKED = "checked"  # the folder that remembers checks, in that of the user's files
@@ -368,5 +365,4 @@ def warn_unchecked(device: torch.device) -> None:
         "this one in an emulator of the compiled code and in Triton's interpreter. "
         'Check them on this GPU: "python -m triton_relattn check" takes a few minutes and ends this warning. '
         'implementation="triton" uses them without it, implementation="blockwise" computes in plain PyTorch',
-        stacklevel=5,
     )

@@ -127,7 +127,7 @@ def probabilities(
     return (probs if keep is None else torch.where(keep, probs, 0) * keep_scale(spec.dropout_p)), lse
 
 
-def dropout_keep(tensors: AttentionTensors, spec: AttentionSpec, first_sequence: int = 0) -> torch.Tensor:
+def dropout_keep(tensors: AttentionTensors, spec: AttentionSpec, first_sequence: int) -> torch.Tensor:
     """Return the mask of the probabilities that dropout keeps, (B, Hq, Nq, Nk)."""
     (batch, heads, num_queries, _), num_keys, seed = tensors.query.shape, tensors.key.shape[2], tensors.dropout_seed
     assert seed is not None

@@ -21,6 +21,7 @@ from . import testing
 from ._core.arguments import Arguments
 from ._core.spec import DIFFERENTIABLE, AttentionSpec, AttentionTensors
 from ._core.validation import resolve
+from ._core.warn import first_line
 from ._implementations import can_run_triton, remember_check
 from ._reference import (
     position_term,
@@ -35,7 +36,7 @@ from ._reference import (
 from .functional import fused_relative_attention
 from .grids import decomposed_relative_attention
 from .positions import RelativePositions
-from .testing import Inputs
+from .testing import Inputs, by_name
 
 
 class Call(NamedTuple):
@@ -100,8 +101,7 @@ def exact_results(inputs: Inputs, **arguments: Any) -> dict[str, torch.Tensor]:
     with torch.enable_grad():
         out, lse = resolved_reference(tensors._replace(**{name: leaf.requires_grad_() for name, leaf in leaves.items()}), spec)
     gradients = torch.autograd.grad((out, lse), list(leaves.values()), (inputs.d_out.double(), inputs.d_lse.double()))
-    results = {"out": out.detach(), "lse": lse.detach()}
-    return results | {f"d_{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
+    return by_name(out, lse, leaves, gradients)
 
 
 FLOAT32_NORM = 2e-4
@@ -257,7 +257,7 @@ def _rows(device: str, length: int, dtype: torch.dtype) -> Iterator[tuple[str, s
         try:
             yield name, *check()
         except Exception as error:
-            yield name, "FAILED", f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
+            yield name, "FAILED", f"{type(error).__name__}: {first_line(error)}"
 
 
 def main(device: str = "cuda", length: int = 1100, dtype: torch.dtype = torch.bfloat16) -> int:

@@ -236,7 +236,8 @@ def _resolve(arguments: Arguments, queries: Layout, keys: Layout) -> tuple[Atten
         if mask.shape[-2] != arguments.query.shape[2]:
             has = arguments.query.shape[2]
             raise ValueError(f"attn_mask must have one row per query of the rank ({has}), or one row, got {mask.shape[-2]}")
-        stand_in = mask.new_ones(()).expand(*mask.shape[:-2], num_queries, mask.shape[-1])
+        # Its values are not looked at: all of a bool mask is shown, and numbers are 0.
+        stand_in = mask.new_full((), mask.dtype == torch.bool).expand(*mask.shape[:-2], num_queries, mask.shape[-1])
         whole["attn_mask"] = stand_in.requires_grad_(mask.requires_grad)
     tensors, spec = validation.resolve(arguments._replace(**whole))
     local = {name: given[name] for name in totals if given[name] is not None}

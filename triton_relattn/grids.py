@@ -231,7 +231,6 @@ def _check(
             f"rel_pos_h and rel_pos_w have {rows[0]} and {rows[1]} rows, but grids of {grid} (query) and {key_grid} (key), "
             f"(height, width), need {wanted[0]} and {wanted[1]}: the tables, or the sides of the grids, seem to be exchanged; "
             "interpolate the tables to these rows if they are not",
-            3,
             UserWarning,
         )
     if scale is not None:

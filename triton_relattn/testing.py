@@ -16,7 +16,7 @@ precision. ``implementation="reference"`` is plain torch, and with float64 input
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -128,8 +128,15 @@ def forward_backward(
     terms = {name: leaves[name] for name in inputs.terms()}
     out, lse = function(*(leaves.get(name) for name in Inputs._fields[:4]), **terms, **arguments)
     gradients = torch.autograd.grad((out, lse), list(leaves.values()), (inputs.d_out, inputs.d_lse))
-    results = {"out": out.detach(), "lse": lse.detach()}
-    return results | {f"d_{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
+    return by_name(out, lse, leaves, gradients)
+
+
+def by_name(
+    out: torch.Tensor, lse: torch.Tensor, leaves: Iterable[str], gradients: Iterable[torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return results with gradients in the order of the leaves' names."""
+    named = {f"d_{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
+    return {"out": out.detach(), "lse": lse.detach(), **named}
 
 
 def dropout_mask(

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from triton_relattn._command_line import bounded, rows
+from triton_relattn._command_line import available_device, bounded, rows
 from triton_relattn._command_line import sizes as shape
 from triton_relattn._peaks import SHARE, available_bytes
 
@@ -43,10 +43,6 @@ def add_list(
     text = f"{what}, some of: " * bool(what) + ", ".join(map(str, choices)) + f" (default: {usual})" * bool(usual)
     chosen = None if default is None else list(default)
     parser.add_argument(f"--{name}", type=some_of(choices), default=chosen, metavar="A,B", help=text)
-
-
-def available_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def existing_device(name: str) -> str:

@@ -16,10 +16,10 @@ from bench.measure import timing
 from bench.report import figures, summary
 from bench.report.rows import Table, stamp
 from bench.report.text import short_bytes, table
-from bench.verbs.options import available_device, existing_device, gibibytes, new_folder, seconds
+from bench.verbs.options import existing_device, gibibytes, new_folder, seconds
 from bench.verbs.speed import COLUMNS
 from triton_relattn.__main__ import environment
-from triton_relattn._command_line import Parser, bounded
+from triton_relattn._command_line import Parser, available_device, bounded
 from triton_relattn._peaks import SHARE, available_bytes
 
 from ..music.tokens import chorales

@@ -36,7 +36,7 @@ fused_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.def
 
 def forward(
     tensors: AttentionTensors, spec: AttentionSpec, saved_probs: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute out (B, Hq, Nq, Dv) in the inputs' dtype, and lse, see new_lse(). saved_probs: memory for the probabilities before
     dropout, for the backward."""
     out, lse = new_like(tensors.query, tensors.value.shape[-1]), new_lse(tensors, spec)
@@ -44,13 +44,13 @@ def forward(
     all_heads = slice(0, tensors.query.shape[1])
     for run in call.runs_without_keys:
         run.rows(out, all_heads, 0, run.num_queries).zero_()
-        if spec.with_lse:
+        if lse is not None:
             run.rows(lse, all_heads, 0, run.num_queries).fill_(-math.inf)
     is_fused = saved_probs is None and can_fuse(call)
     for part in call.parts(is_fused):
         terms = Terms(part)
         for block in part.blocks():
-            out_rows, lse_rows = block.view(out), block.view(lse) if spec.with_lse else None
+            out_rows, lse_rows = block.view(out), None if lse is None else block.view(lse)
             if block.num_keys == 0:
                 out_rows.zero_()
                 if lse_rows is not None:
@@ -62,10 +62,10 @@ def forward(
     return out, lse
 
 
-def new_lse(tensors: AttentionTensors, spec: AttentionSpec) -> torch.Tensor:
-    """Allocate lse, (B, Hq, Nq) in the compute dtype; (B, Hq, 0) if it is not wanted."""
+def new_lse(tensors: AttentionTensors, spec: AttentionSpec) -> torch.Tensor | None:
+    """Allocate lse, (B, Hq, Nq) in the compute dtype; None if it is not wanted."""
     query = tensors.query
-    return query.new_empty((*query.shape[:2], query.shape[2] if spec.with_lse else 0), dtype=compute_dtype(query.dtype))
+    return query.new_empty(query.shape[:3], dtype=compute_dtype(query.dtype)) if spec.with_lse else None
 
 
 def can_fuse(call: Call) -> bool:

@@ -23,14 +23,13 @@ OPPOSITE = (
     "A bool mask is True where a query may attend (in nn.RelativeMultiheadAttention, True hides): pass ~attn_mask, or "
     "return_lse=True if this is meant"
 )
-LEVELS = 5  # of the stack from warn_of_likely_mistakes to the caller of a public function
 
 
 def warn_of_likely_mistakes(args: Arguments, tensors: AttentionTensors, spec: AttentionSpec) -> None:
     """Warn of a valid call that is probably a mistake, once per reason; what was warned of is not looked at again."""
     for check in LIKELY_MISTAKES:
         if not was_given(check.__name__) and (text := check(args, tensors, spec)):
-            warn_once(check.__name__, text, LEVELS, UserWarning)
+            warn_once(check.__name__, text, UserWarning)
 
 
 def _num_centred_rows(args: Arguments, spec: AttentionSpec) -> int | None:

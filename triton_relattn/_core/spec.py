@@ -68,7 +68,7 @@ class AttentionSpec(NamedTuple):
     max_seqlen_k: int  # number of keys of the longest sequence
     softcap: float | None = None  # logits are limited smoothly to +-softcap
     dropout_p: float = 0.0  # dropout probability of the attention weights
-    with_lse: bool = True  # compute lse; else "blockwise" leaves it out, (B, Hq, 0)
+    with_lse: bool = True  # compute lse; else implementations return None, and operators (B, Hq, 0)
 
     def coverage(self, has_one_offset: bool = True) -> str:
         """Return "full" if the tables have a row for every visible pair; else "clamp" or "zero", what applies beyond their

@@ -1,20 +1,30 @@
-"""Warnings that are given once in a process, and functions that torch.compile calls while it traces, instead of tracing them."""
+"""Warnings that are given once in a process, errors in one line, and functions that torch.compile calls while it traces."""
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+OURS = (f"{__name__.partition('.')[0]}.", "torch.nn.modules.")
+"""How the names of modules begin that are no user's."""
 _given: set[str] = set()
 
 
-def warn_once(about: str, text: str, stacklevel: int = 2, category: type[Warning] = RuntimeWarning) -> None:
-    """Warn, unless this process has warned about the same thing before."""
+def warn_once(about: str, text: str, category: type[Warning] = RuntimeWarning) -> None:
+    """Warn of a line of the user's, unless this process has warned about the same thing before."""
     if about not in _given:
         _given.add(about)
-        warnings.warn(text, category, stacklevel=stacklevel + 1)
+        frame, level = sys._getframe(1), 2
+        while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(OURS):
+            frame, level = frame.f_back, level + 1
+        warnings.warn(text, category, stacklevel=level)
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:300]
 
 
 def was_given(about: str) -> bool:

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from .._core.warn import first_line
 from .compact import Compact, has_dense, to_dense
-from .comparison import SCRIPTED_LIMIT, dropped_otherwise, first_line, is_scripted, run, values
+from .comparison import SCRIPTED_LIMIT, dropped_otherwise, is_scripted, run, values
 from .isolation import random_state_restored
 from .replacement import Replacement
 from .shadow import cached_tensors, copied_argument, copied_tensor, shadow

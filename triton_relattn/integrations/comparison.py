@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from .._core.warn import first_line
 from .compact import to_dense
 from .isolation import Dropout, Promoted, in_own_thread
 from .replacement import Replacement
@@ -84,10 +85,6 @@ def _compare(module: nn.Module, ours: Any, similar: Replacement | None) -> tuple
             failures.append((-len(agreed), math.inf, f"{type(error).__name__}: {first_line(error)}{description}"))
     _, _, nearest = min(failures, key=lambda failure: failure[:2], default=(0, 0.0, ""))
     raise Refused(f"it computes something else, or takes other arguments. {nearest}")
-
-
-def first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:300]
 
 
 def _differences(replacement: Replacement, models: list[Any], is_light: bool = False) -> Iterator[float]:

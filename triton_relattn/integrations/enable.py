@@ -30,8 +30,9 @@ import torch
 from torch import nn
 
 from .._core.names import with_names
+from .._core.warn import first_line
 from . import structure
-from .comparison import Refused, compare, first_line
+from .comparison import Refused, compare
 from .enabled import LIBRARY, STRUCTURE, Match, PassesOn, change_classes, enabled_class, restore, stock_class
 from .libraries import Library
 from .packing import NOT_PACKED, Packs, pack
@@ -45,7 +46,7 @@ LIBRARIES = {
     "speechbrain": ("speechbrain",),
     "x_transformers": ("x_transformers",),
 }
-"""By our folder of a library, the packages of its classes."""
+"""By our file or folder of a library, the packages of its classes."""
 PASSES_ON = "passes masks and positions"
 BY_STRUCTURE = (
     "it is known by its structure alone. by_structure=True serves it, after a comparison: say so if its class computes what it "

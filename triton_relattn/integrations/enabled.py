@@ -13,10 +13,9 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
-from .._core.warn import warn_once
+from .._core.warn import first_line, warn_once
 from . import calls
 from .calls import CALLS, Calls, Compared, Verdict
-from .comparison import first_line
 from .replacement import Ours, Replacement
 
 ATTRIBUTE = "_triton_relattn"
@@ -79,12 +78,12 @@ def compute(replacement: Replacement, module: Any, args: tuple[Any, ...], kwargs
             warnings.warn(f"triton_relattn: {about}. Results of earlier calls like this one may also be wrong", stacklevel=3)
             return stock()
         if verdict.text:
-            _say(replacement, verdict.text, 4)
+            _say(replacement, verdict.text)
             return stock()
         ours = partial(replacement.run, module, given)
         if hasattr(given.get("cache"), "update"):  # ours may have appended keys, and the stock forward would do so again
             return ours()
-        return ours_or_stock(ours, stock, lambda text: _say(replacement, text, 5))
+        return ours_or_stock(ours, stock, partial(_say, replacement))
     finally:
         record.running -= 1
 
@@ -102,10 +101,10 @@ def ours_or_stock(ours: Callable[[], Any], stock: Callable[[], Any], say: Callab
     return result
 
 
-def _say(replacement: Replacement, reason: str, stacklevel: int) -> None:
+def _say(replacement: Replacement, reason: str) -> None:
     """Say once why calls are not computed by ours."""
     about = f"calls of {replacement.stock.__qualname__} like this one are computed by its stock forward, because {reason}"
-    warn_once(about, f"triton_relattn: {about}", stacklevel, UserWarning)
+    warn_once(about, f"triton_relattn: {about}", UserWarning)
 
 
 def has_hooks(module: nn.Module) -> bool:

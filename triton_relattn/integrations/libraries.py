@@ -28,7 +28,7 @@ class Source(NamedTuple):
     """A module of a library, the title of its family in reports, and its classes that are replaced.
 
     classes: by the name of a stock class ours, as ``module.Class`` in the library's folder here, so that nothing is imported
-    before a model needs it; or a kind of structure/.
+    before a model needs it; or the class itself.
     """
 
     module: str
@@ -48,7 +48,7 @@ class Source(NamedTuple):
 
 
 class Library(NamedTuple):
-    """A library whose classes are replaced: its name for pip, its package here, its sources, and the oldest version served."""
+    """A library whose classes are replaced: its name for pip, its module here, its sources, and the oldest version served."""
 
     package: str
     folder: str
@@ -99,13 +99,13 @@ def _numbers(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", version)[:2]]
 
 
-def argument_name(function: Any, name: str) -> str:
-    """Return the name that function has for an argument of ours, or raise TypeError if it has none of those in NAMES."""
+def cache_name(function: Any) -> str:
+    """Return the name that function has for its cache, or raise TypeError if it has none of those in NAMES."""
     parameters = inspect.signature(function).parameters
-    for candidate in NAMES[name]:
+    for candidate in NAMES["cache"]:
         if candidate in parameters:
             return candidate
-    raise TypeError(f"{function.__qualname__} has no argument for {name}: none of {', '.join(NAMES[name])}")
+    raise TypeError(f"{function.__qualname__} has no argument for a cache: none of {', '.join(NAMES['cache'])}")
 
 
 def with_globals(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:

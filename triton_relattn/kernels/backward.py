@@ -70,6 +70,8 @@ def backward(
             break
         except torch.OutOfMemoryError as error:
             size = plan.workspace_bytes
+            if size == 0:
+                raise
             smaller = find(plan_backward, given, (*options, size // 2))
             if smaller.workspace_bytes >= size:
                 needed = f"the backward needs a workspace of {size} bytes at least"

@@ -1,4 +1,4 @@
-"""Backward, last kernel, unless a table has a row for every pair: the gradient of the query from recomputed dS.
+"""Backward, sixth kernel, unless a table has a row for every pair: the gradient of the query from recomputed dS.
 
     P = exp(logits - lse)     dP = dO V^T     dS = P (dP - delta)     dQ = scale dS K
 

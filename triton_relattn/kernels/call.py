@@ -70,7 +70,7 @@ class PerQuery(NamedTuple):
     deltas: Strided  # (B, H, N)
     far_scores: Strided | None = None  # (B, H, 2, N): terms of keys beyond a clamped table, past and future
     far_values: Strided | None = None  # and those that such keys add to dP
-    end_rows: Strided | None = None  # of the dkv kernel: bwd_dq.EndRows of rel_p2c, from the queries beyond it and the keys
+    end_rows: Strided | None = None  # of the dkv kernel: rel_p2c's sums, as those of bwd_dq.EndRows, from the queries beyond it
 
 
 class Common(NamedTuple):
@@ -118,7 +118,7 @@ class TileConstants(NamedTuple):
 
 
 class Dropout(NamedTuple):
-    """Arguments of dropout.keep_mask, and the factor of the probabilities that it keeps; all None without dropout. (Triton 3.6
+    """Arguments of blocks.keep_mask, and the factor of the probabilities that it keeps; all None without dropout. (Triton 3.6
     cannot compare a group that holds None with None, so kernels ask for the seed.)"""
 
     seed: Slot | None = None
@@ -162,7 +162,6 @@ class Call:
         query, key, value, rel_query, rel_key, rel_value, rel_bias, rel_p2c, mask, *_ = tensors
         self.heads, self.key_heads, self.num_sequences = query.shape[1], key.shape[1], tensors.num_sequences
         self.rel_query = query if rel_query is None else rel_query
-        self.length = max(spec.max_seqlen_q, spec.max_seqlen_k)
         self.coverage = spec.coverage(tensors.query_offsets is None) if tensors.has_table else "no table"
         self.limits = {"first": spec.first, "last": spec.last}
         widths = tuple(int(tensor.shape[3]) for tensor in (query, value, self.rel_query))  # constants of kernels
@@ -178,8 +177,9 @@ class Call:
             }
             term_set = next((name for name, tensor in sets.items() if tensor is not None), "none")
         precision, is_causal = draft.key.surroundings.float32_precision, spec.window_right >= 0
+        length = max(spec.max_seqlen_q, spec.max_seqlen_k)
         self.conditions = selection.conditions(
-            self.arch, query.dtype, precision, max(widths), self.coverage, is_causal, term_set, self.length
+            self.arch, query.dtype, precision, max(widths), self.coverage, is_causal, term_set, length
         )
 
         # How many rows a tile's offsets go through decides whether 32 bits hold them.

@@ -4,7 +4,7 @@ A kind of call is a ``Key``: everything that a decision may depend on, each tens
 forward.py, plan_backward in backward.py, and two in grid) gets the key and nothing else, so that a plan cannot depend on anything
 that the key does not have. It writes a draft (draft.py).
 
-    plan = find(plan_forward, tensors, (spec, keeps_residual))    a key and a lookup
+    plan = find(plan_forward, tensors, (spec, config, keeps_residual))    a key and a lookup
     out, lse, ... = plan(*tensors)                                allocations, addresses, launches
 
 A key that differs from another in sizes alone gets its plan from the same ``Template`` if they lead to the same decisions: a new

@@ -85,6 +85,4 @@ class TransformerEncoder(WithFunctions):
         "create_block_mask": small_mask,
     }
 
-    @staticmethod
-    def applies(module: Any) -> bool:
-        return module.self_attention_model == "rel_pos"  # type: ignore[no-any-return]
+    applies = MultiHeadAttention.applies

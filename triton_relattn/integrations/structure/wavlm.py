@@ -103,17 +103,16 @@ class GatedBuckets(Kind):
         given = super().example(module, batch, length, mask)
         if self.layout.argument(WEIGHTS):
             given[WEIGHTS] = False
-        if "table" not in self.roles:
-            table = torch.randn(self.layout.heads, 2 * min(length, module.max_distance + 1) - 1)
-            given[self.layout.argument(POSITIONS)] = small_bias(table, batch, length, self.options["joined"])  # type: ignore[index]
-        return given
+        return given if "table" in self.roles else given | self.bias_of_another_layer(module, batch, length)
+
+    def bias_of_another_layer(self, module: Any, batch: int, length: int) -> dict[str, Any]:
+        table = torch.randn(self.layout.heads, 2 * min(length, module.max_distance + 1) - 1)
+        return {self.layout.argument(POSITIONS): small_bias(table, batch, length, self.options["joined"])}  # type: ignore[dict-item]
 
     def samples(self, module: Any, is_light: bool) -> Iterator[Sample]:
         yield from super().samples(module, is_light)
         batch, length = 2, 11
-        table = torch.randn(self.layout.heads, 2 * min(length, module.max_distance + 1) - 1)
-        given = self.example(module, batch, length, None)
-        given[self.layout.argument(POSITIONS)] = small_bias(table, batch, length, self.options["joined"])  # type: ignore[index]
+        given = self.example(module, batch, length, None) | self.bias_of_another_layer(module, batch, length)
         yield Sample("a bias that another layer has made", given, (length, length))
 
     def accepts(

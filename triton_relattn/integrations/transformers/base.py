@@ -138,6 +138,11 @@ def attend_evenly(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, s
     return mean + (change - change.detach())
 
 
+def attending(mask: torch.Tensor) -> torch.Tensor:
+    """Return which queries attend, (B, 1, N, 1): of a mask (B, 1, 1, N) of padding, or (B, 1, N, N), those with a key."""
+    return mask.mT if mask.shape[2] == 1 else mask.any(-1, keepdim=True)
+
+
 def sees_a_key(window: ChunkedWindow, queries: int) -> torch.Tensor:
     """Return which queries see a real key, (B, Nq), bool."""
     assert window.real is not None

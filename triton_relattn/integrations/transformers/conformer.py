@@ -123,9 +123,7 @@ class SeamlessM4Tv2Attention(Attention):
                 out = torch.where(visible, out, attend_evenly(query, key, value, scale))
         return self.linear_out(join_heads(out)), None
 
-    @property
-    def longest(self) -> int:
-        return max(getattr(self, "left_max_position_embeddings", 0) or 0, 30) + 10
+    longest = ConformerAttention.longest
 
 
 class SeamlessMask(Compact):

@@ -14,7 +14,7 @@ from ..calls import is_graph
 from ..compact import Compact, is_small
 from ..operators import drop_probability, fused_relative_attention, join_heads, split_heads
 from ..packing import PackedMask, Packing, Packs
-from .base import Attention, Encoder
+from .base import Attention, Encoder, attending
 
 LONGEST = 520
 """Positions that are compared at most."""
@@ -91,8 +91,7 @@ class DisentangledAttention(Attention):
 
     def padded_queries(self, out: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         """Give queries that are padding the mean of all values: the stock model makes their logits all the same."""
-        attends = attention_mask.mT if attention_mask.shape[2] == 1 else attention_mask.any(-1, keepdim=True)
-        return torch.where(attends.bool(), out, value.mean(2, keepdim=True))
+        return torch.where(attending(attention_mask).bool(), out, value.mean(2, keepdim=True))
 
     def serves(  # type: ignore[override]
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor, query_states: torch.Tensor | None = None

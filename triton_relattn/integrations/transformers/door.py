@@ -27,11 +27,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..._core.warn import warn_once
+from ..._core.warn import first_line, warn_once
 from ...positions import RelativePositions
 from ..calls import CALLS, is_graph, judge
 from ..compact import Compact, are_plain, rows, to_dense
-from ..comparison import Refused, compare, first_line
+from ..comparison import Refused, compare
 from ..enabled import CHECKED, FEWEST, IMPLEMENTATION, is_switched, ours_or_stock
 from ..in_place import MASKS, num_heads
 from ..libraries import installed_version
@@ -97,7 +97,7 @@ def _say_that_graphs_are_eager() -> bool:
     """Say, while a graph is traced, that it has eager attention: forwards cannot be compared meanwhile."""
     about = "a graph of modules that were not compared has eager attention"
     cure = "call the model once before torch.compile, or triton_relattn.enable(model)"
-    warn_once(about, f"triton_relattn: {about}: {cure}", 3, UserWarning)
+    warn_once(about, f"triton_relattn: {about}: {cure}", UserWarning)
     return False
 
 
@@ -110,7 +110,7 @@ def _check(module: Any) -> Checked:
     except Exception as error:  # a module of the user may raise anything
         checked.reason = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {first_line(error)}"
         about = f"attention of {type(module).__qualname__} stays eager's: {checked.reason}"
-        warn_once(about, f"triton_relattn: {about}", 5, UserWarning)
+        warn_once(about, f"triton_relattn: {about}", UserWarning)
     vars(module)[CHECKED] = checked
     return checked
 
@@ -151,7 +151,7 @@ def attention(
     return ours_or_stock(
         partial(_by_ours, call),
         partial(_by_stock, call),
-        lambda text: warn_once(f"{about} {text}", f"triton_relattn: {about} {text}", 6, UserWarning),
+        lambda text: warn_once(f"{about} {text}", f"triton_relattn: {about} {text}", UserWarning),
     )
 
 
@@ -197,7 +197,7 @@ def _by_stock(call: Call) -> Any:
     if not is_known and (bias or module.config.model_type not in MODEL_TYPES):
         about = f"{type(module).__qualname__} has no relative attention that attn_implementation={IMPLEMENTATION!r} serves"
         cure = "it runs as sdpa. triton_relattn.enable(model) knows more classes"
-        warn_once(about, f"triton_relattn: {about}; {cure}", 4, UserWarning)
+        warn_once(about, f"triton_relattn: {about}; {cure}", UserWarning)
     # Without a mask eager attention sees all keys, and all other implementations hide the future: then it is as before enable.
     is_sdpas = mask is None and is_causal and getattr(module, CHECKED, Checked()).before != "eager"
     files = (sys.modules[base.__module__] for base in type(module).__mro__)

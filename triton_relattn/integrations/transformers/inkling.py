@@ -11,12 +11,12 @@ from transformers.models.inkling import modeling_inkling as stock
 
 from ... import tables
 from ...positions import RelativePositions
-from ..libraries import argument_name
+from ..libraries import cache_name
 from ..operators import join_heads, split_heads
 from . import masks
 from .base import Attention, Encoder, causal_attention, first_position, hides_future, update_cache
 
-CACHE = argument_name(stock.InklingShortConvolution.forward, "cache")
+CACHE = cache_name(stock.InklingShortConvolution.forward)
 
 
 class InklingAttention(Attention):

@@ -13,12 +13,12 @@ from transformers.utils.output_capturing import capture_outputs
 
 from ..calls import is_graph
 from ..compact import Compact
-from ..libraries import argument_name, with_globals
+from ..libraries import cache_name, with_globals
 from ..operators import join_heads
 from .base import Attention, Encoder, first_position
 from .inkling import InklingAttention
 
-CACHE = argument_name(stock.Inkling2ShortConvolution.forward, "cache")
+CACHE = cache_name(stock.Inkling2ShortConvolution.forward)
 IS_5_23 = not hasattr(stock, "get_relative_distance")
 
 

@@ -13,13 +13,13 @@ from ...positions import RelativePositions
 from ..calls import is_graph
 from ..compact import Compact, to_dense
 from ..enabled import PassesOn
-from ..libraries import argument_name
+from ..libraries import cache_name
 from ..masks import ChunkedWindow
 from ..operators import attend, join_heads, split_heads
 from .base import Attention, Encoder, first_position, query_key_value, sees_a_key
 from .masks import PADDING
 
-CACHE = argument_name(stock.NemotronAsrStreamingEncoderBlock.forward, "cache")
+CACHE = cache_name(stock.NemotronAsrStreamingEncoderBlock.forward)
 
 
 class StreamingAttention(Attention):

@@ -20,7 +20,7 @@ from ...positions import RelativePositions
 from ..calls import is_graph
 from ..compact import Compact, is_small
 from ..operators import attend, join_heads, split_heads
-from .base import Attention, Encoder, attend_evenly, query_key_value
+from .base import Attention, Encoder, attend_evenly, attending, query_key_value
 from .masks import Padding
 
 
@@ -53,7 +53,7 @@ class ParakeetAttention(Attention):
             enable_gqa=True,
         )
         if attention_mask is not None:  # Nemotron H Omni reads a row of padding
-            attends = attention_mask.mT if attention_mask.shape[2] == 1 else attention_mask.any(-1, keepdim=True)
+            attends = attending(attention_mask)
             query = (query + self.bias_u[:, None]).to(query.dtype)
             key, value = (states.repeat_interleave(self.num_key_value_groups, 1) for states in (key, value))
             out = torch.where(attends, out, attend_evenly(query, key, value, self.scaling))

@@ -105,7 +105,7 @@ def input_precision(dtype: torch.dtype, arch: str, float32_precision: str) -> st
 
 
 def rounds_terms(arch: str, dtype: torch.dtype) -> bool:
-    """Return whether terms, q.E with a bias, are rounded to float16 before they are added to the scores, if float16 holds them.
+    """Return whether terms, q.E with a bias and k.F, are rounded to float16 before they are added, if float16 holds them.
 
     All kernels of a call must agree, whatever their tiles and rotations, so this depends on nothing else. If a backward kernel
     had other terms than the forward, its probabilities would not sum to one, and an error that all keys of a query share adds up

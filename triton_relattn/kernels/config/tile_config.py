@@ -20,8 +20,8 @@ REGISTERS = 65536  # of a multiprocessor of any of NVIDIA's GPUs
 class TileConfig:
     """Tile of a kernel, block_m queries by block_n keys (or table rows), and the resources of a program.
 
-    carry: what the forward and the dq kernel keep for the next tile. "scores": rotated table blocks; None: nothing, which takes
-    more products and fewer registers (see band.py).
+    carry: what the forward, the dq kernel and, with rel_p2c, the dkv kernel keep for the next tile. "scores": rotated table
+    blocks; None: nothing, which takes more products and fewer registers (see band.py).
     rotation: the way in which a tile's rows are rotated: "gather", on any GPU, or "registers", within quads of lanes (see
     registers.py).
     max_registers: limit on the registers of a thread, so that more programs share a multiprocessor; the rest is spilled. None:

@@ -19,7 +19,7 @@ from .tile import first_strip, load_column_terms, load_row_terms, strip_at, tile
 def grid_forward_kernel(
     inputs, outs, softmax_stats, common, key_grid, num_heads, SHAPE: tl.constexpr, TILE: tl.constexpr, CUT: tl.constexpr
 ):
-    """Compute out of BLOCK_M queries of one head, and their statistics, as forward_kernel has them. grid: tile.Grid.
+    """Compute out of BLOCK_M queries of one head, and their statistics, as forward_kernel has them. key_grid: tile.Grid.
 
     Grid: (query blocks * batch * heads,), query blocks fastest.
     """

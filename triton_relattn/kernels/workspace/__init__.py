@@ -1,1 +1,1 @@
-"""What the dkv kernel stores for the kernels after it: where it lies, how much at a time, and the sums of tables from it."""
+"""What the dkv kernel stores for the kernels after it: where it lies, how much at a time."""

@@ -53,16 +53,10 @@ class Workspace(NamedTuple):
     group: int  # heads that share a key head
     step: int  # programs of a part
     layout: Layout
-    has_probs: bool  # there is a table for the values
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         return 1, self.batch_heads, self.rows, self.columns
-
-    @property
-    def pairs(self) -> int:
-        """Return for how many pairs there is room, of dS and of P."""
-        return self.batch_heads * self.rows * self.columns * (1 + self.has_probs)
 
     @property
     def has_whole_heads(self) -> bool:
@@ -132,12 +126,12 @@ def workspace(call: Call, tensors: AttentionTensors, dkv: TileConfig, max_bytes:
     max_heads = min(key_heads, max_pairs // (group * rows * columns)) if rows * columns <= MAX_PAIRS else 0
     if max_heads > 0:
         part = _part_size(key_heads, max_heads, blocks, multiprocessors, dkv.programs_at_once)
-        return Workspace(part * group, rows, columns, key_heads, blocks, group, part * blocks, layout, has_probs)
+        return Workspace(part * group, rows, columns, key_heads, blocks, group, part * blocks, layout)
     # Some blocks of keys of one key head at a time
     max_blocks = max(1, min(max_pairs // group, MAX_PAIRS) // (rows * block_n))
     part = _part_size(blocks, min(blocks, max_blocks), 1, multiprocessors, dkv.programs_at_once)
     layout = layout._replace(is_band=False)
-    return Workspace(group, rows, part * block_n, key_heads, blocks, group, part, layout, has_probs)
+    return Workspace(group, rows, part * block_n, key_heads, blocks, group, part, layout)
 
 
 @one_step
