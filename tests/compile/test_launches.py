@@ -346,6 +346,12 @@ def test_memory_of_the_residual() -> None:
 # What is compiled.
 
 
+def test_a_limit_of_registers_reaches_the_compiler() -> None:
+    """On Hopper the forward with a full table has one; a kernel without one has Triton's default."""
+    limits = {launch.name: launch.options.get("maxnreg", "default") for launch in launched("sm_90", call_of(call(256)))}
+    assert limits["forward"] == 168 and limits["delta"] == "default"
+
+
 def groups() -> dict[str, type[Any]]:
     """All named tuples of the kernels' modules: arguments of launches, and tuples made in kernels."""
     modules = [importlib.import_module(module.name) for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")]
