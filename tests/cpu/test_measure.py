@@ -50,6 +50,7 @@ def test_a_model_that_is_not_there() -> None:
         main(["measure", "--model", "nothing:model"])
 
 
+@pytest.mark.thorough
 def test_a_stock_model_without_memory(tmp_path: Path) -> None:
     """The stock scores alone need 3.2 GB; that process ends with one line, and ours is still measured."""
     file = tmp_path / "outputs.pt"

@@ -379,7 +379,7 @@ def test_calls_with_hooks_are_the_stock_forwards(kind: str) -> None:
 @pytest.mark.parametrize(
     ("name", "how"),
     [
-        (name, how)
+        pytest.param(name, how, marks=[pytest.mark.thorough] * (name == "umt5"))
         for name in ("toy", "t5", "umt5", "wav2vec2_bert_relative")
         for how in ("first", "after a call", *["enabled"] * (name != "toy"))
     ],

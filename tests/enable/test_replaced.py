@@ -134,7 +134,7 @@ def test_copies_and_files_stay_enabled_and_independent(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["parakeet", "mpnet", "t5"])
-@pytest.mark.parametrize("through", ["a copy", "a file"])
+@pytest.mark.parametrize("through", ["a copy", pytest.param("a file", marks=pytest.mark.thorough)])
 def test_one_layer_of_a_copy_is_stock(name: str, through: str) -> None:
     """One layer of a copy is disabled and the copy compiled: its stock layer cannot read what enabled layers pass on."""
     model, given = subject(name, lengths=[20, 13])
