@@ -112,6 +112,8 @@ class TensorOnUse:
     def __add__(self, other: Any) -> Any:
         return self.dense() + to_dense(other)
 
+    __radd__ = __add__
+
     def __getitem__(self, index: Any) -> Any:
         return self.dense()[index]
 
