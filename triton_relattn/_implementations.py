@@ -88,7 +88,7 @@ class Blockwise(Implementation):
         if isinstance(tensors, GridTensors):
             return grids.forward(tensors, spec.scale, spec.dropout_p), None, None, None
         probs = self._empty_probs(tensors, spec, save_extra)
-        out, lse = attention.forward(tensors, spec, probs)  # writes products into tensors, which autocast leaves as they are
+        out, lse = attention.forward(tensors, spec, probs)  # products are written into tensors, out of reach of autocast
         return out, lse, None, probs
 
     def backward(

@@ -13,14 +13,19 @@ OURS = (f"{__name__.partition('.')[0]}.", "torch.nn.modules.")
 _given: set[str] = set()
 
 
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn of the user's line that led here, however many calls of ours are between."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(OURS):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, category, stacklevel=level)
+
+
 def warn_once(about: str, text: str, category: type[Warning] = RuntimeWarning) -> None:
-    """Warn of a line of the user's, unless this process has warned about the same thing before."""
+    """Warn, unless this process has warned about the same thing before."""
     if about not in _given:
         _given.add(about)
-        frame, level = sys._getframe(1), 2
-        while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(OURS):
-            frame, level = frame.f_back, level + 1
-        warnings.warn(text, category, stacklevel=level)
+        warn(text, category)
 
 
 def first_line(error: Exception) -> str:

@@ -99,7 +99,7 @@ class Compact(torch.Tensor):
 
 
 class TensorOnUse:
-    """What our layers read in its parts, and any other use, by a stock layer or a user, as the tensor that ``dense()`` makes."""
+    """What our layers read in its parts, and functions of torch, methods and sums as the tensor that ``dense()`` returns."""
 
     def dense(self) -> torch.Tensor:
         raise NotImplementedError
@@ -113,9 +113,6 @@ class TensorOnUse:
         return self.dense() + to_dense(other)
 
     __radd__ = __add__
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.dense()[index]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -22,7 +22,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import operator
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -30,7 +29,7 @@ import torch
 from torch import nn
 
 from .._core.names import with_names
-from .._core.warn import first_line
+from .._core.warn import first_line, warn
 from . import structure
 from .comparison import Refused, compare
 from .enabled import LIBRARY, STRUCTURE, Match, PassesOn, change_classes, enabled_class, restore, stock_class
@@ -133,7 +132,7 @@ def enable(
         raise RuntimeError(f"no module of {type(model).__name__} was enabled; the model is unchanged. {report}")
     if report.left:
         count = f"{len(report.left)} of {len(rows)} modules with relative attention"
-        warnings.warn(f"enable left {count} unchanged; print its report for all reasons. {report.reasons()[0]}", stacklevel=3)
+        warn(f"enable left {count} unchanged; print its report for all reasons. {report.reasons()[0]}")
     unknown = {path: matches[path].found_by == STRUCTURE for path in classes}
     checks = {path: (is_unknown if check_calls is None else check_calls, is_unknown) for path, is_unknown in unknown.items()}
     change_classes(classes, modules, checks, report.calls())
@@ -163,7 +162,7 @@ def _pack(modules: dict[str, nn.Module], report: Report) -> None:
     if not report.packs:
         reasons = [str(reason) for reason in report.packed.values()]
         reason = (reasons or ["it has no encoder of a class that is known to compute the same without padding"])[0]
-        warnings.warn(f"enable(packed=True) packs nothing: {reason}", stacklevel=4)
+        warn(f"enable(packed=True) packs nothing: {reason}")
 
 
 def _checked(lengths: Any) -> tuple[int, ...]:

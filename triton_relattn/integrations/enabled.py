@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
-from .._core.warn import first_line, warn_once
+from .._core.warn import first_line, warn, warn_once
 from . import calls
 from .calls import CALLS, Calls, Compared, Verdict
 from .replacement import Ours, Replacement
@@ -75,7 +74,7 @@ def compute(replacement: Replacement, module: Any, args: tuple[Any, ...], kwargs
             restore(module)
             about = f"{replacement.stock.__qualname__} differs from the stock forward in this call"
             about += f" and uses its stock class again: {verdict.text}"
-            warnings.warn(f"triton_relattn: {about}. Results of earlier calls like this one may also be wrong", stacklevel=3)
+            warn(f"triton_relattn: {about}. Results of earlier calls like this one may also be wrong")
             return stock()
         if verdict.text:
             _say(replacement, verdict.text)

@@ -11,13 +11,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from .._core.spec import DIFFERENTIABLE, TABLES, AttentionSpec, AttentionTensors
+from .._core.warn import warn
 from .bwd_dkv import dkv_kernel
 from .bwd_dp2c import dp2c_kernel
 from .bwd_dq import EndRows, dq_kernel
@@ -78,11 +78,10 @@ def backward(
                 text = f"{needed}, for {spec.max_seqlen_q} queries and one block of keys; {error}"
                 raise torch.OutOfMemoryError(text) from error
             plan = smaller
-        warnings.warn(
+        warn(
             f"no memory for a workspace of {size} bytes; a smaller one is used, with which sums may differ in their last bits. "
             f"{planning.VARIABLE} limits it from the beginning.",
             RuntimeWarning,
-            stacklevel=2,
         )
     return tuple(gradients)
 

@@ -16,7 +16,6 @@ import copy
 import functools
 import inspect
 import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +26,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..._core.warn import first_line, warn_once
+from ..._core.warn import first_line, warn, warn_once
 from ...positions import RelativePositions
 from ..calls import CALLS, is_graph, judge
 from ..compact import Compact, are_plain, rows, to_dense
@@ -365,7 +364,7 @@ def _forward(replacement: Comparison, stock: Any, ours: Any) -> Any:
             if verdict.differs:
                 vars(module)[CHECKED].reason = verdict.text
                 about = f"{type(module).__qualname__} differs from the stock forward in this call"
-                warnings.warn(f"triton_relattn: {about} and uses its own attention again: {verdict.text}", stacklevel=3)
+                warn(f"triton_relattn: {about} and uses its own attention again: {verdict.text}")
         return either(module, *args, **kwargs)
 
     return forward

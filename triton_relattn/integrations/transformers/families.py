@@ -10,9 +10,9 @@ from ..libraries import Library, Source
 class Family(NamedTuple):
     """One family of models in transformers.
 
-    folder: the model's folder in transformers. name: the model's name, and its part that has
-    relative attention. adds: the term that the part adds to the logits q . k. since: the first version of this package that
-    enables the model. inside: if the model contains the encoder of another family, that family's folder.
+    folder: the model's folder in transformers. name: the model's name, and its part that has relative attention. adds: the term
+    that the part adds to the logits q . k. since: the first version of this package that enables the model. inside: if the model
+    contains the encoder of another family, that family's folder.
     """
 
     folder: str

@@ -113,7 +113,8 @@ def padding_if_that_is_all(*, is_needed: bool = False, is_inverted: bool = False
     Everything else (packed sequences, a user's mask functions) gives the bool mask (B, 1, Nq, Nk) of sdpa. So a mask of four
     dimensions tells attention modules all that is hidden, even if a user has given it.
 
-    is_needed: without padding the mask is all True, not None. is_inverted: it is True where a key is hidden.
+    is_needed: without padding the mask is all True, not None, as for causal attention under torch.compile (see padding()).
+    is_inverted: it is True where a key is hidden.
     """
     if is_graph():
         return stock_mask(arguments)

@@ -25,7 +25,7 @@ CACHE = cache_name(stock.NemotronAsrStreamingEncoderBlock.forward)
 class StreamingAttention(Attention):
     """(q_i + u) . k_j + (q_i + v) . R[j - i], both scaled, R projected sinusoids; a frame sees its chunk and some before."""
 
-    small = ("attention_mask",)
+    small, needs = ("attention_mask",), ("chunks",)
     constants = ("position_embeddings",)  # of which all sequences have the same
 
     def forward(
@@ -61,9 +61,6 @@ class StreamingAttention(Attention):
             enable_gqa=True,
         )
         return self.o_proj(join_heads(window.attend(operator, query, key, value))), None
-
-    def serves(self, chunks: tuple[int, int] | None = None) -> bool:  # type: ignore[override]
-        return super().serves() and chunks is not None
 
     def keys_per_query(self, keys: int) -> int:
         return min(keys, self.config.sliding_window + 1)  # type: ignore[no-any-return]

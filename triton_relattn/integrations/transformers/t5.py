@@ -132,6 +132,7 @@ class LocalAttention(Attention):
     """q_i . k_j + b[bucket(j - i)], not scaled, in a window; the first layer makes b and passes it on."""
 
     small = ("position_bias",)
+    needs = ("mask",)  # without one, stock attention sees all of three blocks
 
     def forward(
         self,
@@ -168,10 +169,6 @@ class LocalAttention(Attention):
             return bias + torch.where(mask > 0, 0.0, -1e10).transpose(1, 2)
 
         return Compact.of(table, make)
-
-    def serves(self, mask: torch.Tensor | None) -> bool:  # type: ignore[override]
-        """Return whether ours computes a call: without a mask stock attention sees all of three blocks."""
-        return super().serves() and mask is not None
 
     def keys_per_query(self, keys: int) -> int:
         return min(keys, 3 * self.block_len)  # type: ignore[no-any-return]

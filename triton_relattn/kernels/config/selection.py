@@ -16,7 +16,6 @@ from __future__ import annotations
 import bisect
 import csv
 import functools
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -26,6 +25,7 @@ import torch
 import triton
 
 from ..._core.cache import cache_folder
+from ..._core.warn import warn
 from .architectures import architecture_of, input_precision
 from .tile_config import KERNELS, TileConfig
 
@@ -122,7 +122,7 @@ def load(path: Path, arch: str) -> list[Row]:
     except (FileNotFoundError, NotADirectoryError):
         pass
     except (OSError, ValueError) as error:
-        warnings.warn(f"{path} is ignored: {error}", RuntimeWarning, stacklevel=2)
+        warn(f"{path} is ignored: {error}", RuntimeWarning)
     return []
 
 
@@ -220,6 +220,6 @@ def take_smaller(kernel: str, arch: str, call: Row, error: Exception) -> None:
     if smaller is None:
         raise error
     text = f"{kernel}: {config} does not fit this GPU ({error}); {smaller} is used instead"
-    warnings.warn(text, RuntimeWarning, stacklevel=5)
+    warn(text, RuntimeWarning)
     alike = (kernel, *call.values())[:LENGTH]
     _tables[arch] = Tables(arch, before.profile, {**before.smaller, (*alike, config): smaller})
